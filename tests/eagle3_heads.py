@@ -55,13 +55,6 @@ def untrained_eagle3(
 
 
 @lru_cache
-def random_eagle3_pair() -> EagleFSD:
-    """Return a random target with an untrained head over some of the target's tokens."""
-    model = target_model()
-    return EagleFSD(model, untrained_eagle3(model), small_tree())
-
-
-@lru_cache
 def aligned_eagle3_pair(draft_vocab_size: int = VOCAB_SIZE, active: int = 1) -> EagleFSD:
     """Return a target whose next token depends mostly on the current one, and a head to match.
 

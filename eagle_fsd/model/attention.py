@@ -1,12 +1,8 @@
 """Attention of tree passes: one call of torch, without repeating keys and values for query groups.
 
-With a mask, the SDPA attention of transformers copies the keys and values of grouped-query models
-once per query head. :func:`tree_attention` views the queries of a group as further query positions
-instead, ``[B, kv heads, groups * S, head size]``, under a mask that is repeated for every group.
-
-The mask selects the function: one from :func:`fold_mask` has ``groups`` times as many rows as there
-are queries. For every other call :func:`tree_attention` is the SDPA attention of transformers, so
-selecting it for a model changes no result of the model's other users.
+:func:`tree_attention` views the queries of a group as further query positions, ``[B, kv heads,
+groups * S, head size]``, under a mask from :func:`fold_mask` that is repeated for every group. For
+every other mask it is the SDPA attention of transformers.
 
 Shape letters: ``B`` rows, ``S`` queries, ``L`` keys, ``G`` query heads per key head.
 """
@@ -48,11 +44,10 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention with folded query groups if the mask is folded, else as transformers does.
 
-    Query, key and value are ``[B, heads, S or L, head size]``, with fewer heads of keys and values;
-    the mask is ``[B, 1, S, L]``, or ``[B, 1, G * S, L]`` from :func:`fold_mask`, additive or bool,
-    or None for causal attention. The result is ``[B, S, heads, value size]``, and None in place of
-    the attention weights. Layers that pass any of :data:`OWN_TERMS`, or a mask per head, also get
-    the attention of transformers.
+    Query, key and value are ``[B, heads, S or L, head size]``, the mask is ``[B, 1, S, L]``, or
+    ``[B, 1, G * S, L]`` from :func:`fold_mask`, and the result ``[B, S, heads, value size]``.
+    Layers that pass any of :data:`OWN_TERMS`, or a mask per head, also get the attention of
+    transformers.
     """
     batch, heads, queries, _ = query.shape
     groups = heads // key.shape[1]
@@ -85,11 +80,7 @@ _not_foldable: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 def query_groups(model: PreTrainedModel) -> int:
-    """Return the number of times to repeat masks of tree passes; 0 for attention of its own.
-
-    :func:`tree_attention` takes the place of the SDPA attention of transformers only. Models with
-    attention terms that it lacks (soft caps, sinks) use the eager one.
-    """
+    """Return the number of times to repeat masks of tree passes; 0 without SDPA attention."""
     config = model.config.get_text_config(decoder=True)
     if model in _not_foldable or config._attn_implementation not in ("sdpa", TREE_ATTENTION):
         return 0
@@ -122,10 +113,10 @@ _passes: Counter[int] = Counter()
 
 @contextmanager
 def folded_queries(model: PreTrainedModel, groups: int) -> Iterator[None]:
-    """Select :func:`tree_attention` for the passes of a model that uses SDPA attention.
+    """Select :func:`tree_attention` for passes of a model, unless ``groups`` (of its queries) is 0.
 
-    ``groups`` is its :func:`query_groups`; with 0, nothing changes. Passes may overlap in several
-    threads. Code compiled by torch must be called inside the context, not open it.
+    Passes may overlap in several threads. Compiled code is called inside the context, never opens
+    it.
     """
     if groups == 0:
         yield

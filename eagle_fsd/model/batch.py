@@ -1,8 +1,4 @@
-"""Requests join a batch, take part in its steps, and leave it.
-
-:class:`Batch` is the only place where several prompts are decoded at once. A call of ``generate``
-is a batch of its prompts; a server keeps one batch, which requests join as they arrive.
-"""
+"""Requests join a batch, take part in its steps, and leave it."""
 
 from __future__ import annotations
 
@@ -56,11 +52,7 @@ class StreamChunk:
 
 
 class EnginePool:
-    """Engines of calls that have ended, kept for the CUDA graphs of their steps.
-
-    Capturing a step takes longer than many steps, and a graph reads and writes the tensors of its
-    engine. An engine is in use by one call or it is here, never both. Threads may share a pool.
-    """
+    """Engines of calls that have ended, kept for the CUDA graphs of their steps; for any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # the garbage collector may end a call within one of these
@@ -101,8 +93,7 @@ class EnginePool:
 class EngineOptions:
     """What the engines of a batch consist of.
 
-    ``batch_trees`` are those of requests whose trees may vary, for so many rows or more; ``caches``
-    those of earlier calls; ``pool`` gives engines, and receives those that are not used any more.
+    ``batch_trees`` are those of requests whose trees may vary, for so many rows or more.
     """
 
     target: Target
@@ -312,10 +303,7 @@ class Batch:
         self._remove(engine, [answer for answer in engine.rows if answer.finished])
 
     def _admit(self, found: list[tuple[Answer, StreamChunk]]) -> None:
-        """Add waiting requests to engines as long as there are rows for them.
-
-        ``found`` receives the ends of requests for which there will never be enough memory.
-        """
+        """Add waiting requests while there is room; ``found`` gets those that will never fit."""
         new: dict[Engine, list[Answer]] = {}
         freed = False
         while self._waiting and self.rows < self.max_rows:

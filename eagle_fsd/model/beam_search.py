@@ -1,21 +1,15 @@
 """Beam search with a drafter: Hugging Face's hypotheses from fewer target passes.
 
-Plain beam search extends every running hypothesis (beam) by one token per target pass. Here a
-drafter proposes a tree of continuations of every beam, one target pass scores all trees, and the
-host replays beam search on the scored nodes for as many steps as they allow. DSBD
-(arXiv 2409.16560) drafts for beam search, too, but samples its beams; here they are exact.
+A drafter proposes a tree of continuations of every running hypothesis (beam), one target pass
+scores all trees, and the host replays beam search on the scored nodes for as many steps as they
+allow. (DSBD, arXiv 2409.16560, samples its beams; here they are exact.)
 
-A step selects the ``K`` best continuations of ``K`` beams, for which it needs the target's
-distribution at the last token of each beam. At the roots it is always known, so a pass allows at
-least one step. Later, a beam may have left its tree. Its score, a sum of log-probabilities, is an
-upper bound of its continuations' scores: if all selected continuations score above it, the step
-needs no distribution there. Otherwise the replay ends.
+A step needs the target's distribution at the last token of each beam, which is known at the roots.
+Later, a beam may have left its tree; its score is an upper bound of its continuations' scores. If
+all selected continuations score above it, the step goes on, otherwise the replay ends.
 
-Every beam is a row of the engine. Where several beams continue the same one, its row is copied over
-the rows of beams without continuations.
-
-Shape letters: ``B`` prompts, ``K`` beams per prompt, ``R`` = ``B * K`` rows, ``N`` tree nodes,
-``F`` values of the features, ``C`` candidate tokens per node.
+Shape letters: ``B`` prompts, ``K`` beams per prompt, ``R`` = ``B * K`` rows of the engine, ``N``
+tree nodes, ``F`` values of the features, ``C`` candidate tokens per node.
 """
 
 from __future__ import annotations
@@ -70,8 +64,8 @@ class BeamSearchOutput:
 class ScoredTrees:
     """The trees that a target pass scored, on the host.
 
-    ``log_probs`` are the largest ones at every node, in descending order, with their ``tokens``,
-    both ``[R][N][C]``; ``children`` is, for each row, the child of a node by (node, token).
+    ``log_probs``, the largest ones in descending order, and their ``tokens`` are ``[R][N][C]``;
+    ``children`` is the child of each row by (node, token).
     """
 
     log_probs: list[list[list[float]]]
@@ -91,11 +85,7 @@ class Beam:
 
 
 class Search:
-    """Beam search for one prompt, with Hugging Face's rules, in some rows of the engine.
-
-    :attr:`beams` are the running hypotheses and :attr:`finished` score and new tokens of the best
-    finished ones, both best first.
-    """
+    """Beam search for one prompt, with Hugging Face's rules, in some rows of the engine."""
 
     def __init__(
         self, rows: list[int], config: BeamSearchConfig, limit: int, eos_token_ids: frozenset[int]
@@ -154,8 +144,7 @@ class Search:
     def _candidates(self, scored: ScoredTrees) -> list[tuple[float, Beam, int | None]]:
         """Return (score, beam, token) of all continuations, in descending order of score.
 
-        A beam that was not scored stands for its continuations, without a token. Among equal
-        scores, such beams come first.
+        A beam that was not scored stands for its continuations, without a token.
         """
         found: list[tuple[float, Beam, int | None]] = []
         for beam in self.beams:
@@ -171,10 +160,7 @@ class Search:
         return sorted(found, key=itemgetter(0), reverse=True)
 
     def settle(self) -> list[tuple[int, int]]:
-        """Give every beam a row of its own; return the rows to copy, as (source, target).
-
-        Of the beams that share a row, the best one stays, and the others get rows without beams.
-        """
+        """Give every beam a row of its own; return the rows to copy, as (source, target)."""
         free = set(self.rows) - {beam.row for beam in self.beams}
         taken: set[int] = set()
         copies = []
@@ -196,10 +182,7 @@ class BeamEngine(Engine):
     """An engine whose rows are beams: call :meth:`score` and :meth:`advance` in turn."""
 
     def score(self, count: int) -> tuple[DraftTree, Tensor, ScoredTrees]:
-        """Draft a tree for every row, and score it: trees, ``[R, N, F]`` features, and scores.
-
-        ``count`` is ``C``. Raises ``FloatingPointError`` for NaN or infinite logits.
-        """
+        """Score a tree for every row: trees, features ``[R, N, F]``, and ``C`` candidates."""
         execution, slots = self.execution, self._visible_slots()
         with execution.folded(self.state):
             tree, scored = draft_and_score(
@@ -221,11 +204,7 @@ class BeamEngine(Engine):
     def advance(
         self, tree: DraftTree, features: Tensor, searches: Sequence[Search]
     ) -> list[Search]:
-        """Take over the tokens that the searches of all rows added, and drop those that ended.
-
-        ``tree`` and ``features`` ``[R, N, F]`` are of :meth:`score`. Returns the searches that go
-        on.
-        """
+        """Take over what the searches added to ``tree``, and return those that go on."""
         self.clock.enter("cache")
         live = [search for search in searches if not search.done]
         if not live:
@@ -250,10 +229,7 @@ class BeamEngine(Engine):
 
 
 def _kept(tree: DraftTree, paths: list[list[int]], tokens: list[list[int]]) -> Verification:
-    """Describe the kept paths, root first, as the result of a verification.
-
-    ``tokens`` are the new ones of each row: those of the nodes after the root, and another one.
-    """
+    """Describe kept paths, root first, and each row's new tokens as a result of verification."""
     width = tree.max_depth + 1
     origins = [_origins(len(path)) for path in paths]
     count = torch.tensor([len(path) for path in paths])

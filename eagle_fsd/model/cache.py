@@ -36,27 +36,14 @@ class PlaneKind(NamedTuple):
 Layout = Counter[PlaneKind]
 
 
-def view_step(device: torch.device) -> int:
-    """Return the smallest difference between the numbers of slots that passes read."""
-    return CUDA_VIEW_STEP if device.type == "cuda" else VIEW_STEP
-
-
 def cache_slots(needed: int, device: torch.device) -> int:
-    """Return the number of slots to allocate.
-
-    On CUDA, slots are allocated in whole steps, so that passes never read an odd number of them,
-    and sequences of similar lengths share caches.
-    """
+    """Return the number of slots to allocate: on CUDA whole steps, for few different caches."""
     step = CUDA_VIEW_STEP if device.type == "cuda" else 1
     return -(-needed // step) * step
 
 
 def _separate(plane: Tensor) -> Tensor:
-    """Return a tensor with the same memory, but with a storage of its own.
-
-    The layers' keys and values are parts of one tensor, and compiled code copies all of it whenever
-    it writes to one of several views.
-    """
+    """Return the same memory in a storage of its own, all of which compiled code may copy."""
     if plane.device.type not in ("cpu", "cuda"):
         return plane
     with using_device(plane.device):  # torch exports tensors of the current device only
@@ -69,13 +56,9 @@ class TreeCache(Cache):
     """Keys and values of several sequences, each with its own length.
 
     A pass over the model is :meth:`place` followed by an ordinary forward call: every layer writes
-    its new keys and values to the given slots and attends to the first ``L`` slots. The caller's
-    attention mask must exclude slots that do not belong to the sequence. Sliding-window layers keep
-    all slots, too.
-
-    The first pass allocates the memory (:attr:`nbytes`) from the keys and values that the layers
-    pass, so neither shapes nor dtypes need to be known in advance. With ``layout``, what earlier
-    caches of the same model allocated, all planes of a kind are allocated together.
+    to the given slots and attends to the first ``L`` slots, of which the caller's mask excludes
+    those of no sequence. The first pass allocates the memory; with ``layout``, what earlier caches
+    of the same model allocated, all planes of a kind together.
     """
 
     def __init__(self, rows: int, length: int, layout: Layout | None = None) -> None:
@@ -109,12 +92,12 @@ class TreeCache(Cache):
             self._first = 0
 
     def keys(self, needed: int, device: torch.device) -> Tensor:
-        """Return the slots ``[L]``, ``0`` to ``L - 1``, that a pass reads.
+        """Return the slots ``[L]`` that a pass reads: ``needed``, rounded up to one of few shapes.
 
-        ``L`` is ``needed`` rounded up in steps of at most an eighth, so that a long answer meets
-        few shapes, or the length. All results share their memory, which CUDA graphs read.
+        All results share their memory, which CUDA graphs read.
         """
-        step = max(view_step(device), 1 << max(0, (needed - 1).bit_length() - 4))
+        step = CUDA_VIEW_STEP if device.type == "cuda" else VIEW_STEP
+        step = max(step, 1 << max(0, (needed - 1).bit_length() - 4))
         view = min(-(-needed // step) * step, self.length)
         if self._positions is None:
             self._positions = torch.arange(self.length, device=device)
@@ -138,10 +121,7 @@ class TreeCache(Cache):
         *args: object,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values ``[B, heads, S, head size]`` and return all visible ones.
-
-        Called by the attention layer. Heads and size of values may differ from the keys'.
-        """
+        """Write new keys and values ``[B, heads, S, head size]`` and return all visible ones."""
         return self.write(key_states.transpose(1, 2), value_states.transpose(1, 2), layer_idx)
 
     def write(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:

@@ -4,10 +4,7 @@ A checkpoint is a folder or a Hub repository with ``config.json`` and ``model.sa
 ``pytorch_model.bin``, or shards of either. The weights of an EAGLE-1/2 head are ``fc.weight``,
 ``fc.bias`` if ``config.bias`` is true (the default when absent) and in heads for SGLang,
 ``layers.0.*`` without an input norm, and in most checkpoints a copy of the target's
-``embed_tokens.weight``. RoPE settings and data type are saved under their names in transformers 5
-and in transformers 4.
-
-:mod:`eagle_fsd.model.eagle3_checkpoint` loads and saves EAGLE-3 heads.
+``embed_tokens.weight``.
 """
 
 from __future__ import annotations
@@ -31,14 +28,22 @@ from eagle_fsd.model.drafters.eagle import EagleHead
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.hub import find_file
 from eagle_fsd.model.target import Target
-from eagle_fsd.model.weights import WEIGHT_FILES, read_json, read_tensors, tensor_files, whole
+from eagle_fsd.model.weights import (
+    WEIGHT_FILES,
+    CheckpointError,
+    read_json,
+    read_tensors,
+    tensor_files,
+    whole,
+)
 from eagle_fsd.utils.files import atomic_path
 from eagle_fsd.utils.text import one_line
 
 log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
-#: Tokens by frequency, see :mod:`~eagle_fsd.model.draft_vocabulary`.
+#: Tokens by frequency, of which a head may draft some (FR-Spec, arXiv 2502.14856): the tensor
+#: ``tokens`` is ``[R]`` int64, the most frequent first. ``eagle-fsd train ranks`` writes it.
 RANKS_FILE = "token_ranks.safetensors"
 EMBEDDING = "embed_tokens.weight"
 FC_BIAS = "fc.bias"
@@ -62,18 +67,10 @@ _INVALID_CONFIG = (
 Head = TypeVar("Head", bound=DraftHead)
 
 
-class CheckpointError(ValueError):
-    """The files of a drafter are missing or damaged, or do not match its configuration."""
-
-
 def load_head(
     path: str | Path, target: Target, dtype: torch.dtype | None = None, token: str | None = None
 ) -> EagleHead:
-    """Load a draft head and attach it to its target; ``dtype`` is the target's by default.
-
-    Raises :class:`CheckpointError` if files are missing or damaged, or tensors do not match the
-    configuration, and ``ValueError`` if the head belongs to another target.
-    """
+    """Load a draft head and attach it to its target, whose data type it has by default."""
     config = parse_config(path, read_config(path, token))
     weights = read_weights(path, token)
     bias = getattr(config, "bias", True) or FC_BIAS in weights
@@ -92,10 +89,7 @@ def load_head(
 def save_head(
     head: EagleHead, path: str | Path, dtype: torch.dtype | None = None, binary: bool = False
 ) -> None:
-    """Save a draft head as ``config.json`` and ``model.safetensors``.
-
-    ``binary`` writes ``pytorch_model.bin`` instead, which EAGLE's own code reads.
-    """
+    """Save a head; ``binary`` writes ``pytorch_model.bin``, which EAGLE's own code reads."""
     dtype = dtype or head.dtype
     write_head(path, head_config(head, dtype), head.state_dict(), dtype=dtype, binary=binary)
     if head.ranked_tokens is not None:
@@ -125,6 +119,29 @@ def read_ranks(path: str | Path, vocab_size: int) -> Tensor:
     return tokens
 
 
+def select_tokens(
+    vocabulary: int | str | Path, drafter: str | Path, vocab_size: int, token: str | None = None
+) -> Tensor:
+    """Return the tokens ``[D]`` of a draft vocabulary, the most frequent first.
+
+    ``vocabulary`` is the number of most frequent tokens by the file beside the drafter, or a file
+    of ranked tokens, all of which are used.
+    """
+    if not isinstance(vocabulary, int):
+        return read_ranks(vocabulary, vocab_size)
+    found = drafter_file(drafter, RANKS_FILE, token)
+    if found is None:
+        raise CheckpointError(
+            f"{drafter} has no ranking of tokens; write one with eagle-fsd train ranks"
+        )
+    tokens = read_ranks(found, vocab_size)
+    if not 1 <= vocabulary <= len(tokens):
+        raise ValueError(
+            f"draft_vocabulary must be an integer in [1, {len(tokens)}]; got {vocabulary}"
+        )
+    return tokens[:vocabulary]
+
+
 def head_config(head: EagleHead, dtype: torch.dtype) -> dict[str, Any]:
     """Return the content of a head's ``config.json``, given the data type of its saved weights."""
     fields = {**layer_fields(head.config, 1, dtype), "bias": head.fc.bias is not None}
@@ -151,10 +168,8 @@ def layer_fields(config: PreTrainedConfig, layers: int, dtype: torch.dtype) -> d
 def transformers4_fields(config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return RoPE settings and data type under their names in transformers 4.
 
-    Readers that know only those names would otherwise use defaults without an error. The result has
-    ``torch_dtype``; if the model has a RoPE, also ``rope_theta``, ``rope_scaling`` and, if only a
-    part of each attention head is rotated, ``partial_rotary_factor``. Of a RoPE for each layer
-    type, that of full attention is returned.
+    Readers that know only those would otherwise use defaults. Of a RoPE for each layer type, that
+    of full attention is returned.
     """
     fields: dict[str, Any] = {"torch_dtype": str(dtype).removeprefix("torch.")}
     rope = getattr(config, "rope_parameters", None) or {}
@@ -172,10 +187,7 @@ def transformers4_fields(config: PreTrainedConfig, dtype: torch.dtype) -> dict[s
 
 
 def drafter_file(path: str | Path, name: str, token: str | None = None) -> str | None:
-    """Return the local path of a drafter's file, or None if there is none.
-
-    Raises :class:`CheckpointError` if ``path`` is neither a folder nor an accessible repository.
-    """
+    """Return the local path of a drafter's file, or None if there is none."""
     if Path(path).is_file():
         raise CheckpointError(f"{path} is a file; pass the folder that holds the drafter")
     try:
@@ -191,15 +203,11 @@ def read_config(path: str | Path, token: str | None = None) -> dict[str, Any]:
     found = drafter_file(path, CONFIG_FILE, token)
     if found is None:
         raise CheckpointError(f"{path} has no {CONFIG_FILE}")
-    with _damage_reported():
-        return read_json(found)
+    return read_json(found)
 
 
 def parse_config(path: str | Path, values: Mapping[str, Any]) -> PreTrainedConfig:
-    """Convert the description of a head's decoder layers to a configuration of transformers.
-
-    ``values`` has the names of transformers 5 or 4; ``model_type`` is llama by default.
-    """
+    """Convert the fields of a head's decoder layers, by old or new names, to a configuration."""
     with building_head(path):
         values = dict(values)
         scaling = values.get("rope_scaling")
@@ -235,8 +243,7 @@ def read_weights(path: str | Path, token: str | None = None) -> dict[str, Tensor
         file = drafter_file(path, name, token)
         if file is None:
             raise CheckpointError(f"{path} has no {name}, which its index lists")
-        with _damage_reported():
-            weights |= read_tensors(file)
+        weights |= read_tensors(file)
     return {
         name.removeprefix("model."): tensor
         for name, tensor in weights.items()
@@ -246,28 +253,16 @@ def read_weights(path: str | Path, token: str | None = None) -> dict[str, Tensor
 
 def _tensor_files(path: str | Path, token: str | None) -> dict[str, str]:
     """Return the name of the file of every tensor."""
-    with _damage_reported():
-        files = tensor_files(partial(drafter_file, path, token=token))
+    files = tensor_files(partial(drafter_file, path, token=token))
     if not files:
         raise CheckpointError(f"{path} has neither {WEIGHT_FILES[0]} nor {WEIGHT_FILES[1]}")
     return files
 
 
-@contextmanager
-def _damage_reported() -> Iterator[None]:
-    """Raise :class:`CheckpointError` for files that cannot be read."""
-    try:
-        yield
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
-
-
 def fill_head(path: str | Path, head: Head, target: Target, weights: Mapping[str, Tensor]) -> Head:
     """Attach a head to its target and set its weights, in evaluation mode and without gradients.
 
-    An embedding is kept only if it differs from the target's. Raises :class:`CheckpointError` for
-    tensors that are missing, unexpected or of the wrong shape, and ``ValueError`` if the head
-    belongs to another target.
+    An embedding is kept only if it differs from the target's.
     """
     embedding = weights.get(EMBEDDING)
     if embedding is not None:
@@ -297,11 +292,7 @@ def write_head(
     dtype: torch.dtype,
     binary: bool = False,
 ) -> None:
-    """Write a head's ``config.json`` and weights.
-
-    Floating-point weights are converted to ``dtype``. ``binary`` writes ``pytorch_model.bin``
-    instead of ``model.safetensors``.
-    """
+    """Write ``config.json`` and weights, those in floating point as ``dtype``."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     (path / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -1,8 +1,6 @@
 """Run the passes of a decoding step faster: compiled by ``torch.compile``, replayed by CUDA graphs.
 
-Both rest on the same property: the shapes in a step depend only on the number of rows, the number
-of visible slots (:meth:`~eagle_fsd.model.cache.TreeCache.keys`) and the tree, and nothing in it
-reads from the device.
+Both rest on shapes that depend only on the number of rows, of visible slots, and the tree.
 """
 
 from __future__ import annotations
@@ -58,15 +56,10 @@ def compiled(
 ) -> Callable[..., Result]:
     """Return the compiled version of a function, a single graph that is made when it is called.
 
-    The shapes of its arguments are constants, except for those that
-    :class:`~eagle_fsd.model.cache.TreeCache` and :meth:`DraftTree.mark_dynamic
-    <eagle_fsd.model.tree.DraftTree.mark_dynamic>` mark as dynamic: one version serves sequences of
-    any length, and trees of any size. Where compilation fails, a warning is logged and the function
-    runs as it is.
-
-    The version for a function that runs a module is for this module only, and does not notice
-    changes inside of it, see :func:`renew_compiled`. Without ``trace``, calls for which no version
-    exists run the function as it is.
+    The shapes of its arguments are constants unless they are marked as dynamic. Where compilation
+    fails, a warning is logged and the function runs as it is. The version of a function that runs a
+    module is for this module only, see :func:`renew_compiled`. Without ``trace``, only what exists
+    is used.
     """
     if module is None:
         return _compile_once(function)
@@ -83,11 +76,7 @@ def compiled(
 
 
 def renew_compiled(modules: Sequence[nn.Module], described: Description) -> None:
-    """Forget what was compiled for modules if they have changed since the last call.
-
-    The compiled functions of each also run those before it. Checking before every step whether each
-    layer is what it was takes a notable part of a small model's step.
-    """
+    """Forget what was compiled for modules that have changed; functions of one run those before."""
     for count, module in enumerate(modules, 1):
         if _versions.get(module, (None,))[0] != described.structures[:count]:
             _versions[module] = described.structures[:count], {}
@@ -149,10 +138,7 @@ def compile_graph(
     options: dict[str, Any] | None = None,
     backend: str | Callable[..., Any] = "inductor",
 ) -> Callable[..., Result]:
-    """Call ``torch.compile`` as :func:`compiled` needs it.
-
-    Without a compiler on this machine, which is logged once, return the function itself.
-    """
+    """Call ``torch.compile``, or return the function itself without a compiler, which is logged."""
     if backend == "inductor":
         missing = missing_compiler()
         if missing is not None:
@@ -179,11 +165,7 @@ def missing_compiler() -> str | None:
 
 
 class BackgroundCompiler:
-    """Compiles the passes of a model in a thread, once decoding has taken as long as that takes.
-
-    Until then, and meanwhile, passes run eagerly. They use what has been compiled as soon as an
-    answer begins.
-    """
+    """Compiles the passes of a model in a thread, once decoding has taken as long as that takes."""
 
     def __init__(self) -> None:
         self._decoded: dict[Hashable, tuple[int, float]] = {}  # tokens and seconds
@@ -208,8 +190,7 @@ class BackgroundCompiler:
     ) -> None:
         """Count an eager step, and compile steps of its kind in the background once that pays.
 
-        ``kind`` is equal for steps that the same versions serve, and ``compile_steps`` runs
-        compiled steps of this kind.
+        ``kind`` is equal for steps that the same versions serve.
         """
         if kind in self._started:
             return
@@ -280,10 +261,9 @@ def has_graphs(device: torch.device) -> bool:
 class StepGraphs:
     """CUDA graphs of decoding steps, one for each combination of shapes.
 
-    The first :data:`EAGER_STEPS` with new shapes run eagerly, because a capture takes as long as
-    several steps and many shapes of a batch whose rows end one by one do not recur. The next one is
-    captured, and all others are replayed. Where a step cannot be captured, a warning is logged, and
-    from then on all steps of that target run eagerly.
+    The first :data:`EAGER_STEPS` with new shapes run eagerly: many shapes of a batch whose rows end
+    one by one do not recur. Where a step cannot be captured, a warning is logged, and from then on
+    all steps of that target run eagerly.
     """
 
     def __init__(self, target: nn.Module) -> None:
@@ -308,11 +288,10 @@ class StepGraphs:
         step: Callable[[], Result],
         eager: Callable[[], Result] | None = None,
     ) -> Result:
-        """Run a step on torch's current device.
+        """Run a step, which keeps its state in tensors, on torch's current device.
 
-        ``shapes`` is everything that the shapes in the step depend on. The step keeps its state in
-        tensors that it updates in place; a replayed one overwrites the tensors that it returned
-        before. ``eager`` is the same step for eager runs, which may do more on the host.
+        ``shapes`` is everything that shapes in it depend on. A replayed step overwrites its result.
+        ``eager`` is the same step for eager runs, which may do more on the host.
         """
         eager = eager or step
         if self._failed or self._target in _not_capturable:
@@ -361,9 +340,8 @@ class StepGraphs:
     def _recover(self, graph: Any, before: Any) -> None:
         """Undo what torch leaves behind where the end of a capture raises an exception.
 
-        The thread stays on the stream of the capture, the allocator takes the capture to be in
-        progress and refuses to release memory, and up to torch 2.11, the device's random number
-        generator does so, too, and refuses to be used.
+        The thread stays on the stream of the capture, the allocator refuses to release memory, and
+        up to torch 2.11 the device's random number generator refuses to be used.
         """
         _abandoned.append(graph)
         names = "_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"  # until torch 2.7

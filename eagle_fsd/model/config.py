@@ -228,11 +228,7 @@ class AcceptanceConfig(Options):
 
 
 def one_rule(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Make a new threshold replace another rule, and another rule replace the threshold.
-
-    Return the changes, with ``rule="fsd"`` added to a threshold that comes alone, and
-    ``threshold=0.0`` to another rule that comes alone.
-    """
+    """Return changes in which a threshold resets the rule, or another rule the threshold."""
     threshold, rule = changes.get("threshold"), changes.get("rule")
     if rule is None and threshold is not None:
         return {**changes, "rule": "fsd"}
@@ -460,10 +456,7 @@ class Settings(AcceptanceConfig, TreeConfig):
 
 
 def read_settings(path: str | Path) -> Settings:
-    """Read an ``fsd.json`` file, a JSON object of the fields of :class:`Settings`.
-
-    Raises ``ValueError`` if it is not one, or an option is unknown or out of bounds.
-    """
+    """Read an ``fsd.json`` file; raise ``ValueError`` for one with unknown or invalid options."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(values, dict):

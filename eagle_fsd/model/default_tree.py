@@ -1,10 +1,8 @@
 """Choose the draft tree of a pair without ``fsd.json`` by the costs of its passes on a CPU.
 
-Drafting a level reads the drafter's output projection, and a pass over the tree costs more the more
-nodes it has. How much depends on pair, data type and machine: a tree that suits one pair makes
-another slower than plain decoding. A few steps with different trees are timed, and of all trees the
-one is chosen that emits the most tokens per second if drafted tokens are accepted as often as those
-of published heads. ``eagle-fsd tune`` finds better trees: it decodes the user's prompts.
+A few steps with different trees are timed, and of all trees the one is chosen that emits the most
+tokens per second if drafted tokens are accepted as often as those of published heads. ``eagle-fsd
+tune`` finds better trees: it decodes the user's prompts.
 """
 
 from __future__ import annotations
@@ -43,11 +41,7 @@ CACHE_FILE = "trees.json"
 
 
 def fit_tree(model: EagleFSD) -> None:
-    """Set the tree of a pair whose tree nobody has chosen; the result is cached for the machine.
-
-    Does nothing on other devices than a CPU, where a pass over 60 nodes costs about as much as over
-    one, and for drafters that propose trees at once.
-    """
+    """Set the tree of a pair on a CPU whose tree nobody has chosen; the result is cached."""
     on_cpu = model.target.device.type == "cpu"
     if not (model.has_default_tree and on_cpu and isinstance(model.drafter, LevelDrafter)):
         return
@@ -75,7 +69,7 @@ def choose_tree(
     """Return the tree that is expected to emit the most tokens per second.
 
     ``target`` are the seconds of a step without drafting by the number of nodes, ``level`` those of
-    a level by the number of its nodes, and ``draft`` what drafting takes besides.
+    a level by its width, and ``draft`` what drafting takes besides.
     """
     best, speed = TreeConfig.for_device("cpu"), 0.0
     for nodes, depth, width in itertools.product(target, DEPTHS, level):

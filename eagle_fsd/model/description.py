@@ -1,8 +1,6 @@
 """Describe modules as far as what they compute depends on it.
 
-Compiled passes, CUDA graphs and cached keys and values are valid as long as two descriptions of
-their modules are equal. Adapters are plain attributes of modules to this code: their scaling, their
-mode and the ones that are active.
+Compiled passes, CUDA graphs and caches are valid as long as two descriptions are equal.
 """
 
 from __future__ import annotations
@@ -34,9 +32,8 @@ UNREAD = nn.Module().__dict__.keys() - {
 class Description:
     """What modules compute with.
 
-    ``structures`` are, for each module, its parts, their attributes and hooks, and the addresses of
-    weights, without what the modules before it have in common with it. ``versions`` say how often
-    each weight has been changed in place.
+    ``structures`` are each module's parts, attributes, hooks and addresses of weights, without what
+    modules before it have, too; ``versions`` count changes in place.
     """
 
     structures: list[list[object]]
@@ -46,9 +43,7 @@ class Description:
 def describe_modules(*modules: nn.Module | None) -> Description:
     """Describe modules; None is skipped.
 
-    Containers, configurations and other objects among the attributes are described with their
-    contents. Of a function, its identity and the plain values and functions that it refers to are.
-    Changes of the module's class, except for its ``forward``, and of global variables are not seen.
+    Changes of a module's class, except for its ``forward``, and of global variables are not seen.
     """
     walk, structures = _Walk(), []
     for module in modules:

@@ -74,19 +74,15 @@ def js(log_p: Tensor, log_q: Tensor) -> Tensor:
 def js_reference(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Reversed, unbounded form of ``js``; ``js_div`` in the FSD authors' code.
 
-    Evidence: ``_speculative_backoff_sampling`` in ``fsd_utils.py`` of github.com/maxholsman/fsd, in
-    every commit up to e92a157 (2025-03-03), averages ``F.kl_div`` with the log-probabilities of
-    target and draft as ``input`` and their mean as ``target``, and sums over the vocabulary.
-    ``F.kl_div`` computes ``KL(target || input)``, so that the divergences from the mean became
-    divergences of the mean. Thresholds used with that code belong to this function.
+    ``_speculative_backoff_sampling`` in ``fsd_utils.py`` of github.com/maxholsman/fsd, in every
+    commit up to e92a157 (2025-03-03), averages ``F.kl_div(log p, m)`` and ``F.kl_div(log q, m)``,
+    which are ``KL(m||p)`` and ``KL(m||q)``. Thresholds used with that code belong to this function.
 
     The author states that "the empirical results in the paper therefore correspond to
-    ``reverse_kl``" because of "a minor bug in the calculation of JS divergence in our experiment
-    code" (pull request 12853 of NVIDIA/TensorRT-LLM, 2026-04-08). There, ``reverse_kl`` is
-    ``KL(target || draft)`` (``acceptDraftTokensKernel``), which is :func:`kl_reversed`. The
-    released code does not compute that as ``js_div`` in any commit. Where the distributions nearly
-    agree, ``js_reference`` and :func:`js` are a quarter of it; elsewhere no factor converts one to
-    the other.
+    ``reverse_kl``" (pull request 12853 of NVIDIA/TensorRT-LLM, 2026-04-08), which is
+    :func:`kl_reversed` there. The released code computes that as ``js_div`` in no commit. Where the
+    distributions nearly agree, ``js_reference`` and :func:`js` are a quarter of it; elsewhere no
+    factor converts them.
     """
     log_m = torch.logaddexp(log_p, log_q) - math.log(2.0)
     return 0.5 * (_kl(log_m, log_p) + _kl(log_m, log_q))
@@ -108,11 +104,7 @@ def tv(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _top_k_buckets(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge all but the target's ``TOP_K`` likeliest tokens: ``[..., TOP_K + 1]``.
-
-    Which of several equally likely tokens ``topk`` returns is not defined, so these are ranked by
-    the draft, below the likelier ones.
-    """
+    """Merge all but the target's ``TOP_K`` likeliest tokens, of equal ones by the draft's."""
     count = min(TOP_K, log_p.shape[-1])
     least = top_k(log_p, count)[0][..., -1:]
     rank = torch.where(log_p > least, torch.inf, log_q).masked_fill_(log_p < least, -torch.inf)
@@ -147,10 +139,8 @@ def _log_mass(log_probs: Tensor) -> Tensor:
 def on_draft_vocabulary(log_p: Tensor, log_q: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Express both distributions over the draft's tokens ``[D]`` and one bucket: ``[..., D + 1]``.
 
-    The draft gives the bucket of all other tokens no mass, so ``js``, ``tv`` and ``kl`` of the
-    result are those over the whole vocabulary. ``kl_reversed`` and ``js_reference`` over the whole
-    vocabulary are infinite if the target gives the bucket mass; only :data:`LOG_FLOOR` keeps them
-    finite here.
+    The draft gives the bucket no mass. So ``js``, ``tv`` and ``kl`` are those over the whole
+    vocabulary, where the other two would be infinite; :data:`LOG_FLOOR` keeps them finite here.
     """
     rest = _log_mass(log_p.index_fill(-1, token_ids, -torch.inf))
     log_p = torch.cat([log_p.index_select(-1, token_ids), rest], -1)

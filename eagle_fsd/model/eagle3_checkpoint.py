@@ -104,9 +104,7 @@ def load_eagle3(
     """Load an EAGLE-3 head of either layout and attach it to its target.
 
     If ``config.json`` is ambiguous about the hidden states that the head reads, both readings are
-    measured; see :func:`~eagle_fsd.model.drafters.layer_detection.detect_layers`. Raises
-    :class:`CheckpointError` for damaged files, tensors that do not match the configuration, a wrong
-    vocabulary map or a P-EAGLE head, and ``ValueError`` if the head belongs to another target.
+    measured.
     """
     values = read_config(path, token)
     weights = _canonical(path, read_weights(path, token))
@@ -156,11 +154,9 @@ def save_eagle3(
 ) -> None:
     """Save an EAGLE-3 head that is attached to its target.
 
-    The layout ``"eagle"`` is that of EAGLE's own code, SGLang and SpecForge, ``"speculators"`` that
-    of vLLM and speculators, which records the target's Hub name and declares an acceptance rule.
-    ``binary`` writes ``pytorch_model.bin`` instead of ``model.safetensors``. Raises ``ValueError``
-    if the layout has no place for the rule, a bias of ``fc``, layers other than Llama's, or a head
-    without an output projection.
+    The layout ``"eagle"`` is that of EAGLE's own code, SGLang and SpecForge; ``"speculators"``, of
+    vLLM and speculators, records the target's Hub name and an acceptance rule. Raises
+    ``ValueError`` for what a layout has no place for.
     """
     dtype = dtype or head.dtype
     weights = dict(head.state_dict())
@@ -210,13 +206,25 @@ def _speculators_layout(
     if head.draft_vocab_size is None:
         raise ValueError("the speculators layout needs a head with an output projection")
     layers.pop("architectures", None)
+    method = {
+        "proposal_type": "greedy",
+        "speculative_tokens": 5,  # the default
+        "verifier_accept_k": rule.top if rule else 1,
+        "accept_tolerance": -math.log(rule.ratio) if rule else 0.0,
+    }
+    architectures = [type(head.target.model).__name__]
     return {
         **flags,
         "architectures": ["Eagle3Speculator"],
         SPECULATORS_TYPE: "eagle3",
         "speculators_version": SPECULATORS_VERSION,
         "transformer_layer_config": layers,
-        "speculators_config": _speculators_config(head, target_name, rule),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"name_or_path": target_name, "architectures": architectures},
+        },
         LAYER_IDS: list(head.reads),
         "dtype": layers["dtype"],
         "torch_dtype": layers["torch_dtype"],
@@ -226,14 +234,9 @@ def _speculators_layout(
 def declared_rule(path: str | Path, token: str | None = None) -> TopKRule | None:
     """Return the acceptance rule that a head in the speculators layout declares; None if lossless.
 
-    The default proposal method may declare ``verifier_accept_k`` and ``accept_tolerance``: a
-    drafted token is accepted if it is among the target's ``k`` most likely ones and its
-    log-probability is within the tolerance of the largest. With ``k = 1`` or the tolerance 0, the
-    defaults, that is lossless. Nothing applies the rule unless it is passed to
-    ``EagleFSD.generate(rule=...)``.
-
-    Raises :class:`CheckpointError` if ``config.json`` is missing or damaged, or the declaration is
-    invalid.
+    The default proposal method accepts a token among the target's ``verifier_accept_k`` most likely
+    ones whose log-probability is within ``accept_tolerance`` of the largest. Nothing applies the
+    rule unless it is passed to ``EagleFSD.generate(rule=...)``.
     """
     declared = read_config(path, token).get("speculators_config") or {}
     try:
@@ -248,24 +251,6 @@ def declared_rule(path: str | Path, token: str | None = None) -> TopKRule | None
             f"{path}: speculators_config in {CONFIG_FILE} is invalid: {one_line(error)}"
         ) from error
     return None if top == 1 or gap == 0.0 else TopKRule(top, ratio=math.exp(-gap))
-
-
-def _speculators_config(
-    head: Eagle3Head, target_name: str | None, rule: TopKRule | None
-) -> dict[str, Any]:
-    method = {
-        "proposal_type": "greedy",
-        "speculative_tokens": 5,  # the default
-        "verifier_accept_k": rule.top if rule else 1,
-        "accept_tolerance": -math.log(rule.ratio) if rule else 0.0,
-    }
-    architecture = type(head.target.model).__name__
-    return {
-        "algorithm": "eagle3",
-        "default_proposal_method": "greedy",
-        "proposal_methods": [method],
-        "verifier": {"name_or_path": target_name, "architectures": [architecture]},
-    }
 
 
 def _canonical(path: str | Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,7 +1,4 @@
-"""Rows that are decoded together: their memory, their prompts, and their steps.
-
-All state stays on the device; the host reads only the result of :meth:`Engine.step`.
-"""
+"""Rows that are decoded together: their memory, their prompts, and their steps."""
 
 from __future__ import annotations
 
@@ -74,12 +71,8 @@ class Engine:
     """Rows that are decoded together, and their state on the device.
 
     :meth:`admit` adds prompts, which :meth:`prefill` processes chunk by chunk; then they take part
-    in every :meth:`step` until :meth:`drop` removes them. Rows may be added and removed between any
-    two steps. The rows being decoded come first in all tensors, in the order of :attr:`rows`.
-
-    ``draw`` samples the tokens of chains, see :meth:`Drafter.start`, and ``batch_trees`` are trees
-    for so many rows or more, where they differ from ``tree``. The target's device must be torch's
-    current one, see :func:`~eagle_fsd.model.compilation.using_device`.
+    in every :meth:`step` until :meth:`drop` removes them. The rows being decoded come first in all
+    tensors, in the order of :attr:`rows`. The target's device must be torch's current one.
     """
 
     reuse_key: Hashable = None  # engines with equal keys are interchangeable; None if not reused
@@ -241,10 +234,7 @@ class Engine:
         self.execution.renew(modules, described, changed)
 
     def prefill(self) -> None:
-        """Process the next chunk of the prompts that were added first, if there are any.
-
-        The next step also decodes the rows whose prompts are complete then.
-        """
+        """Process the next chunk of the prompts that were added first, if there are any."""
         if not self._prompts:
             return
         self.clock.enter("prefill")
@@ -277,10 +267,7 @@ class Engine:
     # -- rows leave ------------------------------------------------------------------------------
 
     def drop(self, rows: Sequence[int]) -> list[int]:
-        """Remove the rows with these indices.
-
-        Returns the previous index of every remaining row, in the new order.
-        """
+        """Remove rows; return the previous index of every remaining row, in the new order."""
         order = list(range(len(self.rows)))
         for row in sorted(rows, reverse=True):
             self._swap(row, len(order) - 1)
@@ -329,8 +316,7 @@ class Engine:
     def _reuse(self, place: int, ids: list[int]) -> int:
         """Move the row with the longest prefix of a prompt to a place; return its length.
 
-        If the row has many other tokens, a copy of it replaces the row that has not been used for
-        the longest time.
+        If it has many other tokens, a copy of it replaces the row that was not used for longest.
         """
         caches, drafter = self.caches, self.drafter if self._drafts_from_cache else None
         places = range(place, len(caches.rows))

@@ -1,8 +1,4 @@
-"""How the steps of an engine run: eagerly, compiled, replayed from CUDA graphs, one step ahead.
-
-Nothing else knows: :mod:`~eagle_fsd.model.step` says what a step computes. ``torch.compile`` and
-CUDA graphs are in :mod:`~eagle_fsd.model.compilation`.
-"""
+"""How the steps of an engine run: eagerly, compiled, replayed from CUDA graphs, one step ahead."""
 
 from __future__ import annotations
 
@@ -50,11 +46,7 @@ class ExecutionOptions:
 
 
 class Execution:
-    """Runs the steps of one engine.
-
-    :meth:`plan` decides how, whenever the rows change; :meth:`launch` starts a step without waiting
-    for the device.
-    """
+    """Runs the steps of one engine; :meth:`plan` decides how, whenever the rows change."""
 
     def __init__(self, target: Target, options: ExecutionOptions, clock: PhaseClock) -> None:
         self.target, self.options, self.clock = target, options, clock
@@ -158,11 +150,7 @@ class Execution:
 
 @dataclass
 class StepResult:
-    """The tokens that a step emitted for each row, on the host.
-
-    There is at least one, except for a row that joined during the step. ``faults`` says whose
-    logits are broken, see :meth:`~eagle_fsd.model.verify.VerificationInputs.row_faults`.
-    """
+    """The tokens of each row on the host; none for a row that joined during the step."""
 
     tokens: list[list[int]]
     origins: list[list[int]]

@@ -143,10 +143,7 @@ def _decode(
 
 
 def decode_many(batch: Batch, requests: Iterator[Request]) -> Iterator[Completion]:
-    """Decode requests, which are read as far as there are free rows, and close the batch.
-
-    The first error of an answer is raised when all others have been yielded.
-    """
+    """Decode requests, read as rows become free; raise the first error after all answers."""
     source = enumerate(requests)
     running: dict[Answer, tuple[int, list[TokenDetail]]] = {}
     error: Exception | None = None

@@ -1,8 +1,4 @@
-"""Targets in GGUF files: find the file, convert it once, and cache the copy.
-
-transformers reads and dequantizes the file, which takes much longer than loading the result. So the
-result is kept, as a folder that ``from_pretrained`` loads like any other.
-"""
+"""Targets in GGUF files: find the file, convert it once, and cache the copy."""
 
 from __future__ import annotations
 
@@ -53,9 +49,7 @@ def locate_model(name: str | Path, token: str | None = None) -> str:
     """Return the folder or Hub name to load a model from: for a GGUF file, its converted copy's.
 
     A GGUF file is named by its path, by the folder or repository that holds no other model, as
-    ``owner/repository/file.gguf``, or by a key of :data:`PACKAGED_TARGETS`. Raises ``ValueError``
-    if it is damaged or not supported, there is no space for the copy, or its package is not
-    installed, and ``OSError`` if there is no such file.
+    ``owner/repository/file.gguf``, or by a key of :data:`PACKAGED_TARGETS`.
     """
     file = _find_gguf(str(name), token)
     return str(name) if file is None else str(converted_copy(file))
@@ -104,10 +98,7 @@ def cache_folder() -> Path:
 
 
 def converted_copy(file: Path) -> Path:
-    """Return the folder with a file's weights in float32, its configuration and its tokenizer.
-
-    The folder is named by the file's content. Other processes never see it incomplete.
-    """
+    """Return the folder, named by the file's content, with weights, configuration and tokenizer."""
     status = file.stat()
     folder = cache_folder() / _digest(file, status.st_size, status.st_mtime_ns)
     if folder.is_dir():

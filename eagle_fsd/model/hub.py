@@ -20,13 +20,11 @@ from eagle_fsd.utils.text import one_line
 def find_file(name: str | Path, file: str, token: str | None = None) -> str | None:
     """Return the local path of a file of a folder or a Hub repository, or None.
 
-    A file of a repository is downloaded, unless the local cache has it. Without a network, a file
-    that the cache does not have counts as missing if the cache has the repository's
-    ``config.json``.
+    A file of a repository is downloaded, unless the local cache has it. Without a network, other
+    files count as missing if the cache has ``config.json``.
 
-    Raises ``OSError`` if there is no such repository, it is not accessible, or the Hub cannot be
-    reached and the repository is not in the local cache (nothing is retried then), and
-    ``ValueError`` if ``name`` is neither a folder nor a valid Hub name.
+    Raises ``OSError`` if the repository does not exist, is not accessible or cannot be reached
+    (nothing is retried), and ``ValueError`` if ``name`` is neither a folder nor a valid Hub name.
     """
     if Path(name).is_dir():
         path = Path(name) / file

@@ -31,10 +31,7 @@ def identify(name: str, model: nn.Module | Drafter, dtype: torch.dtype) -> Model
 
 
 def differs(recorded: ModelIdentity, model: nn.Module | Drafter, dtype: torch.dtype) -> bool:
-    """Whether a model has other weights than a recorded one.
-
-    Weights of another data type cannot be compared and count as equal.
-    """
+    """Whether a model has other weights than a recorded one of the same data type."""
     same_type = recorded.dtype == str(dtype).removeprefix("torch.")
     return same_type and recorded.fingerprint != fingerprint(model)
 
@@ -74,10 +71,8 @@ def warn_of_other_models(
 def fingerprint(model: nn.Module | Drafter) -> str:
     """Hash name, shape, type and some elements of every tensor to 16 hexadecimal digits.
 
-    The hash identifies the weights in memory, whatever files they come from. Of tensors that are
-    offloaded to disk, only name, shape and type are hashed. If the model is split over processes,
-    all of them must call this; the hash is that of the whole model. That of a drafter without a
-    network is the hash of its ``repr``.
+    Of tensors that are offloaded to disk, there are no elements. If the model is split over
+    processes, all of them must call this. A drafter without a network is hashed by its ``repr``.
     """
     network = model.network if isinstance(model, Drafter) else model
     if network is None:
@@ -93,10 +88,7 @@ def fingerprints(network: nn.Module) -> dict[str, str]:
 
 
 def fingerprint_of_files(folder: str | Path, dtype: torch.dtype) -> str | None:
-    """Compute the fingerprint that a causal LM in a folder has in a data type, without loading it.
-
-    Returns None if its files hold other tensors than its modules do in transformers.
-    """
+    """Compute the fingerprint of a causal LM's files; None if they hold other tensors."""
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -64,13 +64,11 @@ def load_target(
 ) -> PreTrainedModel:
     """Load a causal language model with Hugging Face's ``from_pretrained``.
 
-    ``name`` is a folder, a Hub name or a GGUF file, see :func:`~eagle_fsd.model.gguf.locate_model`,
-    and ``dtype`` a torch dtype or a key of :data:`DTYPES`, by default float32 on a CPU, else the
-    checkpoint's own. ``device_map`` is the GPU by default if there is one. ``role`` is what error
-    messages call the model. ``quantize`` is a type for the weights of the layers, see
-    :func:`quantization_config`; a checkpoint with quantized weights needs no option. ``tp_plan``
-    splits every layer over the processes that ``torchrun`` started, which must then make the same
-    calls: ``"auto"`` for the plan of the model's architecture, or rules that override it.
+    ``name`` is that of :func:`~eagle_fsd.model.gguf.locate_model`; ``dtype`` is a torch dtype or a
+    key of :data:`DTYPES`, by default float32 on a CPU, else the checkpoint's own; ``role`` is what
+    error messages call the model; ``quantize`` is that of :func:`quantization_config`; ``tp_plan``
+    splits every layer over the processes that ``torchrun`` started: ``"auto"`` for the plan of the
+    architecture, or rules that override it.
 
     Raises :class:`LoadError` if files are missing or damaged, or the weights cannot be quantized or
     split, ``ValueError`` for invalid options, and ``TypeError`` for unknown ones.
@@ -109,8 +107,7 @@ def load_target(
 def quantization_config(kind: Quantization) -> QuantizationConfigMixin:
     """Return transformers' configuration for weights that are quantized when a model is loaded.
 
-    ``int8``, ``fp8`` and ``int4`` (on CUDA in bfloat16 only) take torchao, ``nf4`` bitsandbytes;
-    raises ``ValueError`` if it is not installed. Embedding and output projection are not quantized.
+    Embedding and output projection are not quantized.
     """
     kinds = get_args(Quantization)
     if kind not in kinds:
@@ -143,9 +140,7 @@ def load_embeddings(
     """Load only the embedding and the output projection of a causal language model.
 
     The other weights stay on the meta device: they are not read and, from the Hub, not downloaded.
-    Such a model cannot decode. A device map that spreads a model stands for the default device.
-    Raises :class:`LoadError` if the two are not in the files as plain tensors (with an adapter, or
-    if they are quantized).
+    A device map that spreads a model stands for the default device.
     """
     dtype, device = _check_placement(name, dtype, None if device in SPREAD else device)
     try:
@@ -218,10 +213,7 @@ def _checkpoint_keys(
 
 
 def load_tokenizer(name: str | Path, token: str | None = None) -> Tokenizer:
-    """Load a tokenizer that pads on the left, by default with its end-of-sequence token.
-
-    Raises :class:`LoadError` if files are missing or damaged.
-    """
+    """Load a tokenizer that pads on the left, by default with its end-of-sequence token."""
     try:
         source = locate_model(name, token)
         find_file(source, "tokenizer_config.json", token)  # as in load_target
@@ -238,11 +230,7 @@ def load_tokenizer(name: str | Path, token: str | None = None) -> Tokenizer:
 def _check_placement(
     name: str | Path, dtype: str | torch.dtype | None, device_map: Any, role: str = "target"
 ) -> tuple[str | torch.dtype, Any]:
-    """Return dtype and device map, with their defaults, if both exist.
-
-    Raises :class:`LoadError` if ``name`` is an absolute path, and not that of a folder or a GGUF
-    file.
-    """
+    """Return dtype and device map, with their defaults, if both and an absolute path exist."""
     if isinstance(dtype, str):
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")

@@ -41,10 +41,7 @@ def free_bytes(device: torch.device) -> int:
 def row_bytes(
     target: Target, drafter: Drafter, tree: TreeConfig, length: int, draft_length: int
 ) -> Bytes:
-    """Return the memory that a row takes, with ``L`` and ``D`` slots; ``D`` is 0 without a cache.
-
-    The target's layout must be known, so it must have made a pass.
-    """
+    """Return the memory of a row with ``L`` and ``D`` slots; the target must have made a pass."""
     found = _slot_bytes(target.layout, length)
     if draft_length:
         found += _slot_bytes(drafter.layout, draft_length)

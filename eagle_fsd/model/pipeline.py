@@ -161,7 +161,7 @@ class EagleFSD:
             depth: As ``total_tokens``.
             top_k: As ``total_tokens``.
             draft_vocabulary: Number of tokens, the most frequent ones, that an EAGLE-1/2 head
-                drafts, or a file that ranks them, see :mod:`~eagle_fsd.model.draft_vocabulary`.
+                drafts, or a file that ranks them, see :func:`~.checkpoint.select_tokens`.
                 Default: all.
             compile: Whether the passes of drafter and target, and verification, are compiled by
                 ``torch.compile``. True compiles them when a call first needs them, which takes

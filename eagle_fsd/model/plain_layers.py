@@ -1,9 +1,6 @@
-"""The parts of Llama's decoder layer, called with few operations.
+"""The parts of Llama's decoder layer, called with half as many operations as in transformers.
 
-A pass over a draft tree sends a handful of nodes through each layer, whose duration on a CPU is
-mostly that of dispatching its operations: transformers takes about 60. These functions take half as
-many from the same modules. :func:`is_plain` says for which layers they apply, and
-:func:`is_plain_model` for which models.
+Of a pass over a handful of nodes on a CPU, dispatching operations takes most of the time.
 
 Shape letters: ``B`` rows, ``S`` tokens, ``D`` values of an attention head, ``H`` hidden size.
 """
@@ -63,10 +60,7 @@ def is_plain_model(model: Any) -> bool:
 
 
 def _is_changed(part: nn.Module) -> bool:
-    """Whether a module's function is not a library's own, or a hook may change its result.
-
-    Hooks with a true attribute ``reads_only`` do not.
-    """
+    """Whether a module's function is not a library's own, or a hook may change its result."""
     if "forward" in part.__dict__ or not type(part).forward.__module__.startswith(LIBRARIES):
         return True
     hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
@@ -76,10 +70,9 @@ def _is_changed(part: nn.Module) -> bool:
 def run_layers(
     body: Any, ids: Tensor, positions: Tensor, mask: Tensor, cache: TreeCache
 ) -> list[Tensor]:
-    """Run a plain model's layers on tokens ``[B, S]`` at positions ``[B, S]``.
+    """Run a plain model's layers on tokens ``[B, S]`` at positions ``[B, S]``; see :func:`attend`.
 
     Returns ``[B, S, H]`` the input of every layer, and the last hidden state after the final norm.
-    ``mask`` and ``cache`` are those of :func:`attend`.
     """
     x = body.embed_tokens(ids)
     rotary, states = signed_rotary(*body.rotary_emb(x, position_ids=positions)), []

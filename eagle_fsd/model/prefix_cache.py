@@ -16,8 +16,7 @@ from eagle_fsd.model.target import Target
 class CachedRow:
     """The tokens of a row in the target's cache, and the number of entries in the drafter's.
 
-    ``epoch`` counts the changes of the model before the row's prompt was added, and ``used`` is
-    when the row was last in use, as a number of calls of :meth:`RowCaches.touch`.
+    ``epoch`` counts the model's changes before, and ``used`` the calls of :meth:`RowCaches.touch`.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -56,10 +55,9 @@ class RowCaches:
         return [cache for cache in (self.target_cache, self.draft_cache) if cache is not None]
 
     def renew(self, described: Description, keep: bool) -> bool:
-        """Do not reuse what the caches hold if the models have changed since the last call.
+        """Do not reuse what the caches hold if the models have changed; return whether they have.
 
-        With ``keep``, rows are in use, whose caches must not be dropped. Returns whether the models
-        have changed.
+        With ``keep``, rows are in use, whose caches must not be dropped.
         """
         before, self._described = self._described, described
         if before in (None, described):
@@ -79,11 +77,7 @@ class RowCaches:
         length: int,
         draft_length: int,
     ) -> None:
-        """Allocate caches with ``length`` and ``draft_length`` slots per row, or enlarge them.
-
-        ``draft_length`` is 0 if the drafter has no cache. Raises ``ValueError`` if the caches
-        belong to another model.
-        """
+        """Allocate or enlarge caches; ``draft_length`` is 0 if the drafter has none."""
         if self._target not in (None, target):
             raise ValueError("this prefix cache belongs to another model; create a new one")
         self._target = target
@@ -104,11 +98,10 @@ class RowCaches:
         return cache.enlarged(max(rows, cache.rows), longer)
 
     def shared(self, row: int, prompt: Sequence[int], drafter: Drafter | None) -> int:
-        """Return the number of leading tokens of a prompt that a row holds.
+        """Return the number of leading tokens of a prompt, without its last, that a row holds.
 
-        The last token of a prompt is the root of the first tree and is never cached. If the drafter
-        (None if it has no cache) reads hidden states, one more token is processed again, because
-        they are not stored.
+        If the drafter (None if it has no cache) reads hidden states, which are not stored, it is
+        one less.
         """
         cached = self.rows[row]
         if cached.epoch != self.epoch:

@@ -23,8 +23,7 @@ MIN_OPEN = 0.02
 class ProbeRecord:
     """The ``K`` expanded nodes with children that exact verification reached in one step.
 
-    ``depths`` are ``[K]`` edges from the root, ``drafted`` is ``[K]`` bool, whether the target's
-    sample is among the node's children, and ``divergences`` are ``[K]`` values by name.
+    ``drafted`` ``[K]`` says whether the target's sample is among a node's children.
     """
 
     depths: Tensor

@@ -1,13 +1,8 @@
 """Random numbers that depend on nothing but a row's seed and the tokens before them.
 
-A number is a hash of the seed, of the tokens of the answer so far, and of what it is used for. So a
-sampled answer depends neither on the other rows of a batch nor, at ``T = 0``, on the draft tree:
-with the same seed, draft trees and plain decoding sample the same tokens, unless chains are sampled
-from the draft. Numbers need no generator whose state a compiled or captured step would have to
-advance.
-
-The hash is the finalizer of SplitMix64 (Steele et al., OOPSLA 2014, doi 10.1145/2660193.2660195),
-in 64-bit integers that wrap around.
+So a sampled answer depends neither on the other rows of a batch nor, at ``T = 0``, on the draft
+tree, unless chains are sampled. The hash is the finalizer of SplitMix64 (Steele et al., OOPSLA
+2014, doi 10.1145/2660193.2660195), in 64-bit integers that wrap around.
 
 Shape letters: ``B`` rows, ``N`` tree nodes.
 """

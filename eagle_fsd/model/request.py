@@ -83,9 +83,8 @@ class Prompt:
 class Decision:
     """How the tokens of a row are decided. Rows with equal decisions are verified together.
 
-    The seed of the sampling options does not count. ``details`` is the number of most likely tokens
-    that are reported with every token; None for no details. Raises ``ValueError`` if a processor or
-    warper keeps state or combines rows.
+    The seed does not count. ``details`` is the number of alternatives to report; None for no
+    details.
     """
 
     sampling: SamplingConfig
@@ -200,8 +199,7 @@ def read_options(
 ) -> Request:
     """Validate the options of :meth:`EagleFSD.generate`, for a request that has no prompt yet.
 
-    Its key is the seed; if sampling has none, a number drawn from torch's generator plus
-    ``offset``.
+    Its key is the seed; by default, a number drawn from torch's generator plus ``offset``.
     """
     given: dict[str, Any] = {**dict.fromkeys(DecodeOptions.__annotations__), **options}
     if unknown := given.keys() - DecodeOptions.__annotations__.keys():

@@ -62,9 +62,8 @@ def verify_block(
 ) -> Tensor:
     """Choose the target's sample at every node but the last, for the chain as a whole.
 
-    Arguments and result are those of :func:`verify_tokens`. Below the node where the path ends, the
-    samples have no meaning: they are never reached. This requires that only tokens equal to the
-    samples are accepted.
+    See :func:`verify_tokens`. Samples below the node where the path ends have no meaning. This
+    requires that only tokens equal to the samples are accepted.
     """
     # With sums C_i of log-ratios from C_0 = 0 on, log w_i = C_i - max(C_0, ..., C_i).
     ratio = _log_ratio(target, draft, token_ids, drafted)

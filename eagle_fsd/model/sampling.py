@@ -1,14 +1,11 @@
-"""Turn the target's logits on a tree into the distributions that verification needs.
-
-This module applies Hugging Face's logits processors. A processor that reads previous tokens gets
-each node's own prefix: the row up to the root, then the path from the root down to the node.
-"""
+"""Turn the target's logits on a tree into the distributions that verification needs."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,8 +74,8 @@ class AnswerProcessor(LogitsProcessor):
 class Prefix:
     """The tokens of a row so far, prompt padding included, for processors that read them.
 
-    The prompt ``[S]`` is number ``row`` of the ``rows`` of its call, at most ``capacity`` tokens
-    are added to it, and processors are not called after a token in ``ends``.
+    The prompt is number ``row`` of the ``rows`` of its call; processors are not called after
+    ``ends``.
     """
 
     def __init__(
@@ -108,11 +105,9 @@ class Sampler:
     """Compute the processed distributions and the target's sample at every node.
 
     ``processors`` apply before temperature, in order; ``warpers``, which must not read previous
-    tokens, replace those of ``sampling`` at temperatures above 0. ``draw_from_draft`` also samples
-    a token from the draft's distribution at every expanded node, ``warp_draft`` also warps the
-    draft's distributions, and ``draw_uniform`` also draws a uniform random number at every node.
-    ``block`` verifies sampled chains as a block instead of token by token, which is only for rules
-    that relax nothing. Raises ``ValueError`` if a processor keeps state or combines rows.
+    tokens, replace those of ``sampling`` at temperatures above 0. ``draw_from_draft``,
+    ``warp_draft`` and ``draw_uniform`` request optional inputs of verification. ``block`` verifies
+    sampled chains as a block, which is only for rules that relax nothing.
     """
 
     def __init__(
@@ -158,11 +153,7 @@ class Sampler:
         random: RandomNumbers | None = None,
         prefixes: Sequence[Prefix] = (),
     ) -> VerificationInputs:
-        """Process the target's logits ``[B, N, V]`` and sample.
-
-        ``random`` is required at temperatures above 0, and ``prefixes``, the tokens of every row,
-        if :attr:`needs_prefix`.
-        """
+        """Process the target's logits ``[B, N, V]`` and sample."""
         raw = processed = Distributions.of(logits)
         faults = None
         if self.processors or self.warp is None:
@@ -170,15 +161,25 @@ class Sampler:
         if self.processors:
             assert faults is not None
             processed = Distributions.of(self._process(tree, logits, prefixes, faults))
+        inputs = partial(VerificationInputs, tree, raw, processed, faults=faults)
+        expanded = tree.draft_log_probs.shape[1] > 0
+        drawn: Tensor | None = tree.tokens
         if self.greedy:
-            return self._greedy_inputs(tree, raw, processed, faults)
+            if self.draw_from_draft and expanded:
+                drawn = self._at_nodes(tree, arg_max(tree.draft_log_probs))
+            return inputs(
+                processed,
+                Distributions.normalized(tree.draft_log_probs),
+                # Two different logits can be equal after subtracting the normalizer.
+                arg_max(processed.logits),
+                drawn if self.draw_from_draft else None,
+            )
         assert random is not None
         keys = random.node_keys(tree)
         warped, sampled = self._warp(processed.logits, uniform(keys, Purpose.TARGET), faults)
         # There can be more expanded nodes than tree nodes: warp them only where needed.
         draft: Distributions | None = None
-        drawn: Tensor | None = tree.tokens
-        if (self.warp_draft or tree.sampled) and tree.draft_log_probs.shape[1]:
+        if (self.warp_draft or tree.sampled) and expanded:
             points = uniform(tree.to_expanded(keys), Purpose.DRAFT)
             draft, drawn = self._warp(tree.draft_log_probs, points)
             drawn = self._at_nodes(tree, drawn)
@@ -194,38 +195,7 @@ class Sampler:
             sampled = torch.cat([followed, sampled[:, -1:]], 1)
         uniforms = uniform(keys, Purpose.RULE).float() if self.draw_uniform else None
         drawn = drawn if self.draw_from_draft else None
-        return VerificationInputs(
-            tree=tree,
-            raw=raw,
-            processed=processed,
-            warped=warped,
-            warped_draft=draft,
-            sampled=sampled,
-            drawn=drawn,
-            uniform=uniforms,
-            faults=faults,
-        )
-
-    def _greedy_inputs(
-        self, tree: DraftTree, raw: Distributions, processed: Distributions, faults: Tensor | None
-    ) -> VerificationInputs:
-        draft = Distributions.normalized(tree.draft_log_probs)
-        drawn = tree.tokens if self.draw_from_draft else None
-        if self.draw_from_draft and tree.draft_log_probs.shape[1]:
-            drawn = self._at_nodes(tree, arg_max(tree.draft_log_probs))
-        # Compare the logits themselves: after subtracting the normalizer two different ones can
-        # round to the same value.
-        sampled = arg_max(processed.logits)
-        return VerificationInputs(
-            tree=tree,
-            raw=raw,
-            processed=processed,
-            warped=processed,
-            warped_draft=draft,
-            sampled=sampled,
-            drawn=drawn,
-            faults=faults,
-        )
+        return inputs(warped, draft, sampled, drawn, uniforms)
 
     def _at_nodes(self, tree: DraftTree, drawn: Tensor) -> Tensor:
         """Convert ``[B, M]`` draws from the draft to ``[B, N]`` tokens of the target."""
@@ -233,11 +203,7 @@ class Sampler:
         return drawn.gather(1, tree.draft_rows.clamp_min(0))
 
     def draw_draft(self, log_probs: Tensor, points: Tensor) -> Tensor:
-        """Sample from the draft's distributions after temperature, top-k and top-p.
-
-        ``log_probs`` are ``[B, D]`` float32, ``points`` ``[B]`` float64 random numbers in ``[0,
-        1)``, and the result is ``[B]`` indices into the draft's vocabulary.
-        """
+        """Sample from warped log-probabilities ``[B, D]`` with numbers ``[B]``: ``[B]`` indices."""
         return self._warp(log_probs[:, None], points[:, None])[1][:, 0]
 
     def _warp(
@@ -278,13 +244,14 @@ class Sampler:
     ) -> Tensor:
         """Process one row's ``[N, V]`` logits, each node with its own prefix.
 
-        Levels are processed in order, because masked tokens, tokens that end the row and the nodes
-        below them must be skipped: no token is emitted there, and a constraint may have no
-        continuation for such a prefix. The processors read tokens, so each level synchronizes with
-        the host.
+        Level by level, because masked tokens, tokens that end the row and nodes below them are
+        skipped: a constraint may have no continuation there. Each level synchronizes with the host.
         """
         processors = [
-            (_for_row(item, prefix.row, prefix.rows), _first_token(item, prefix))
+            (
+                _for_row(item, prefix.row, prefix.rows),
+                prefix.prompt_length if isinstance(item, AnswerProcessor) else 0,
+            )
             for item in self.processors
         ]
         paths, parents, tokens = _paths(tree, row), tree.parents[row], tree.tokens[row]
@@ -359,10 +326,7 @@ def _as_warp(warpers: Sequence[LogitsProcessor]) -> Warp | None:
 
 
 def _for_row(processor: LogitsProcessor, row: int, rows: int) -> LogitsProcessor:
-    """Return a processor for one of ``rows`` prompts, given one that may hold values for each.
-
-    It holds them once for all copies of a prompt if the call asks for several answers to it.
-    """
+    """Return a processor for one of ``rows`` prompts, given one that may hold values for each."""
     if isinstance(processor, hf.PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
         return type(processor)(lambda _node, ids: allowed(row, ids), num_beams=1)
@@ -378,11 +342,6 @@ def _for_row(processor: LogitsProcessor, row: int, rows: int) -> LogitsProcessor
         first = row * processor.batch_size // rows
         own.generated_ngrams, own.batch_size = [processor.generated_ngrams[first]], 1
     return own
-
-
-def _first_token(processor: LogitsProcessor, prefix: Prefix) -> int:
-    """Return the position of the first token that a processor gets."""
-    return prefix.prompt_length if isinstance(processor, AnswerProcessor) else 0
 
 
 def _paths(tree: DraftTree, row: int) -> Tensor:

@@ -1,8 +1,4 @@
-"""Check once per target that a pass over a tree gives what plain passes over its paths give.
-
-This refuses models that ignore the attention mask, the position ids or the cache that they are
-given, instead of decoding wrongly. It costs three passes over a few tokens.
-"""
+"""Check once per target that a pass over a tree gives what plain passes over its paths give."""
 
 from __future__ import annotations
 
@@ -48,8 +44,8 @@ _lock = threading.Lock()
 def check_target(target: Target, projected: bool = True) -> None:
     """Check a target in evaluation mode when it is first used; later calls return at once.
 
-    Raises ``ValueError`` if it cannot be decoded in trees, parts of it are offloaded, or, with
-    ``projected``, a draft head cannot apply its output projection.
+    Raises ``ValueError`` if it cannot be decoded in trees or, with ``projected``, have a draft
+    head.
     """
     name = type(target.model).__name__
     with _lock:
@@ -103,11 +99,7 @@ def _compare(target: Target, name: str) -> None:
 
 
 def _with_short_windows(target: Target) -> Target:
-    """Return a target with windows of at most :data:`WINDOW`, for which the models build masks.
-
-    Other threads may use the model, so the modules and configurations are copies where there are
-    longer windows. They share all tensors.
-    """
+    """Return a target with windows of at most :data:`WINDOW`, which shares all tensors."""
     windows = {
         field: WINDOW
         for field in WINDOW_FIELDS.values()
@@ -131,8 +123,7 @@ def _with_short_windows(target: Target) -> Target:
 def _run_passes(target: Target, groups: int) -> tuple[float, list[Tensor], list[Tensor]]:
     """Run a tree pass, with queries folded in ``groups``, and plain passes over its paths.
 
-    Return the relative error of the logits at the tree's median node, NaN if they are not finite,
-    and for each row the features and the logits of its prompt.
+    Return the logits' relative error at the median node, and each prompt's features and logits.
     """
     device, generator = target.device, torch.Generator().manual_seed(0)
     size = min(target.vocab_size, target.embed.weight.shape[0])

@@ -18,11 +18,7 @@ PHASES = ("prefill", "draft", "target", "verify", "cache", "host")
 
 
 class PhaseClock:
-    """Measure the seconds spent in each phase without synchronizing the device.
-
-    On CUDA the boundaries are events in the stream, which :meth:`collect` reads once the device has
-    passed them. Elsewhere the boundaries are readings of the host's clock.
-    """
+    """Measure the seconds spent in each phase without synchronizing the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)

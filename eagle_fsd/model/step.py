@@ -1,8 +1,6 @@
 """One decoding step: draft a tree for every row, score it, verify it, commit the kept path.
 
-A step consists of tensor operations on the device, which change a :class:`StepState` in place; the
-host reads only the packed result. How the three parts of a step run, eagerly or compiled, is
-decided by :mod:`~eagle_fsd.model.execution`.
+A step changes a :class:`StepState` in place; the host reads only the packed result.
 
 Shape letters: ``B`` rows, ``N`` tree nodes, ``F`` values of the features, ``V`` vocabulary, ``A``
 the largest number of tokens that one step can emit.
@@ -97,8 +95,7 @@ GroupDetails = tuple[list[int], Tensor, Tensor]
 class StepOutput:
     """The emitted tokens of a step, on the device.
 
-    ``packed`` is ``[B, 2 + 2 A]``: count, whose logits are broken, tokens and origins; ``tokens``
-    is ``[B, A]``; ``details`` are those of each group that asks for them.
+    ``packed`` is ``[B, 2 + 2 A]``: count, whose logits are broken, tokens and origins.
     """
 
     packed: Tensor
@@ -203,10 +200,7 @@ def _advance(
 
 
 def commit(state: StepState, tree: DraftTree, features: Tensor, kept: Verification) -> None:
-    """Compact the target's cache to the kept path, and let the drafter take over its tokens.
-
-    Features are ``[B, N, F]``.
-    """
+    """Compact the target's cache to the kept path; features ``[B, N, F]`` are the drafter's."""
     if tree.size > 1:
         source = state.lengths[:, None] + kept.path
         slots = torch.arange(kept.path.shape[1], device=source.device)

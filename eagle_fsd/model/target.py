@@ -56,10 +56,7 @@ class Target:
     """Uniform interface to causal language models of any architecture.
 
     If the model is spread over several devices, tensors passed to and returned by this class are on
-    :attr:`device`, the device of the output projection, as are the draft head and the tree. Raises
-    ``ValueError`` for a model without output projection or limit of its context, with an attention
-    implementation that accepts no tree mask, or with layers other than full, sliding-window and
-    chunked attention.
+    :attr:`device`, the device of the output projection, as are the draft head and the tree.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -84,6 +81,10 @@ class Target:
                 f"{type(model).__name__} is not supported: its configuration has no"
                 " max_position_embeddings"
             )
+        self.vocab_size = int(self.lm_head.weight.shape[0])  # V, including any padding
+        self.hidden_size = int(self.config.hidden_size)  # H
+        #: Maximum number of tokens in a sequence.
+        self.context_length = int(self.config.max_position_embeddings)
         self.attention_types = _attention_types(self.config)
         others = sorted(self.attention_types - set(ATTENTION_TYPES))
         if others:
@@ -105,21 +106,6 @@ class Target:
         self.renew(())
 
     @property
-    def vocab_size(self) -> int:
-        """``V``, including any padding of the output projection."""
-        return int(self.lm_head.weight.shape[0])
-
-    @property
-    def hidden_size(self) -> int:
-        """``H``."""
-        return int(self.config.hidden_size)
-
-    @property
-    def context_length(self) -> int:
-        """Maximum number of tokens in a sequence."""
-        return int(self.config.max_position_embeddings)
-
-    @property
     def dtype(self) -> torch.dtype:
         """Dtype of the embedding and the layers; that of the output projection may differ."""
         dtype: torch.dtype = self.embed.weight.dtype
@@ -139,11 +125,7 @@ class Target:
 
     @cached_property
     def group(self) -> ProcessGroup | None:
-        """The processes that the layers are split over; None if this process has whole layers.
-
-        Each has parts of the layers, a drafter of its own, and the same results: all processes must
-        make the same calls.
-        """
+        """The processes that the layers are split over; all of them must make the same calls."""
         for parameter in self.model.parameters():
             if isinstance(parameter, DTensor):
                 return parameter.device_mesh.get_group()
@@ -160,8 +142,7 @@ class Target:
     def project(self, features: Tensor, rows: tuple[Tensor, Tensor | None] | None = None) -> Tensor:
         """Return the float32 logits of features ``[..., H]``, scaled as the model scales them.
 
-        (Cohere multiplies, Granite divides, Gemma 2 applies a soft cap.) ``rows`` are weight and
-        bias of a part of the projection, ``[D, H]`` and ``[D]``.
+        ``rows`` are weight and bias of a part of the projection, ``[D, H]`` and ``[D]``.
         """
         weight = self.lm_head.weight if rows is None else rows[0]
         features = features.to(weight.dtype)
@@ -176,11 +157,7 @@ class Target:
         return logits
 
     def _stable_length(self) -> int:
-        """Return :attr:`stable_rope_length`.
-
-        Beyond it some kinds of RoPE change keys that are already cached, Llama 4 scales queries by
-        positions that it counts itself, and Doge selects keys by a rule that leaves ties open.
-        """
+        """Return the length beyond which attention changes keys that are already cached."""
         limits = [
             rope.get("original_max_position_embeddings") or self.context_length
             for rope in _rope_parameters(self.config)
@@ -215,8 +192,7 @@ class Target:
         """Process tokens ``[B, S]`` that follow those in the cache, causally: ``[B, S, F]`` states.
 
         ``start`` is the position of the first token, of all rows or ``[B]`` of each row, which
-        requires ``keys``: :meth:`TreeCache.keys` for the position after the last token. ``states``
-        are indices into Hugging Face's ``hidden_states``, which are concatenated.
+        requires ``keys``: :meth:`TreeCache.keys` for the position after the last token.
         """
         if isinstance(start, Tensor):
             first: int | Tensor = start[:, None]
@@ -242,9 +218,8 @@ class Target:
     ) -> Tensor:
         """Run the layers on tokens ``[B, S]`` at any positions ``[B, S]``: ``[B, S, F]`` states.
 
-        ``mask`` is additive, ``[B, 1, S, L]``, of the slots that each token attends to with full
-        attention; ``keys``, ``[B, S, L]``, is the position of each slot. The two and ``positions``
-        may have one row for all, and ``keys`` one query for all. :meth:`TreeCache.place` has been
+        ``mask`` is additive, ``[B, 1, S, L]``, of full attention; ``keys``, ``[B, S, L]``, is the
+        position of each slot. They may have one row for all. :meth:`TreeCache.place` has been
         called.
         """
         masks = self._masks(mask, positions, keys, len(ids))
@@ -270,11 +245,9 @@ class Target:
     ) -> TargetPass:
         """Score every node of a tree in one pass.
 
-        The root is the first token that is not in the cache, which holds ``lengths`` ``[B]``
-        tokens; node ``i`` is written to slot ``lengths[b] + i``, and ``keys`` are
-        :meth:`TreeCache.keys` for ``N`` slots beyond any of ``lengths``. ``groups`` are the query
-        heads to fold per key head, inside :func:`~eagle_fsd.model.attention.folded_queries`; 0 and
-        1 for none.
+        Node ``i`` is written to slot ``lengths[b] + i``, and ``keys`` are :meth:`TreeCache.keys`
+        for ``N`` slots beyond any of ``lengths`` ``[B]``. ``groups`` query heads are folded per key
+        head, inside :func:`~eagle_fsd.model.attention.folded_queries`.
         """
         slots = lengths[:, None] + torch.arange(tree.size, device=lengths.device)  # [B, N]
         positions = lengths[:, None] + tree.depths
@@ -311,10 +284,7 @@ class Target:
         return TargetPass(logits, self._features(recorded, states))
 
     def renew(self, states: Sequence[int]) -> None:
-        """Register the hooks for hidden states, and determine whether the layers are plain.
-
-        Call it after changes of the model.
-        """
+        """Register the hooks for hidden states and find plain layers, when the model changed."""
         self.register(states)
         # Masks of plain layers are folded for so many query heads; 0 for other layers.
         self._plain_groups = query_groups(self.model) if is_plain_model(self.model) else 0
@@ -349,8 +319,8 @@ class Target:
     ) -> Tensor | dict[str, Tensor]:
         """Return the additive mask of every type of layer, or the one that all layers share.
 
-        ``mask`` is that of full attention ``[B, 1, S, L]`` between positions ``[B, S]`` of queries
-        and ``[B, S, L]`` of keys, where ``B``, and ``S`` of the keys, may be 1.
+        ``mask`` is that of full attention ``[B, 1, S, L]`` between positions ``[B, S]`` and ``[B,
+        S, L]``.
         """
         queries = queries[:, :, None]
         lowest = torch.finfo(mask.dtype).min

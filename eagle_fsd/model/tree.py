@@ -96,20 +96,14 @@ class DraftTree:
 class TreeBuilder:
     """Grow a pool of candidates level by level, then keep the best of them as a tree.
 
-    :meth:`start` takes the draft's distribution after the root. Then, ``depth`` times,
-    :meth:`choose` selects the nodes to expand and :meth:`extend` takes their distributions.
-    :meth:`finish` keeps the ``total_tokens - 1`` candidates with the largest cumulative
-    log-probability. A child never scores above its parent, and ties go to the earlier candidate, so
-    the result is a tree.
+    After :meth:`start`, ``depth`` times, :meth:`choose` selects the nodes to expand and
+    :meth:`extend` takes their distributions. :meth:`finish` keeps the ``total_tokens - 1``
+    candidates with the largest cumulative log-probability. A child never scores above its parent,
+    and ties go to the earlier candidate, so the result is a tree.
 
-    The pool starts with the root and is ordered by level, then by expanded parent, so a candidate's
-    parent follows from its index: ``1 + e * K + c`` is child ``c`` of the ``e``-th expanded
-    candidate, where the root is expanded candidate 0. The resulting index tables are the same at
-    every step, so one builder serves a whole call.
-
-    ``top_k`` is limited to the vocabulary of ``D`` tokens, ``token_ids`` ``[D]`` are the target's
-    tokens for the draft's (default: the same), and ``draw`` samples the children of a tree with
-    ``top_k = 1``.
+    The pool starts with the root and is ordered by level, then by expanded parent: ``1 + e * K +
+    c`` is child ``c`` of the ``e``-th expanded candidate, where the root is expanded candidate 0.
+    ``draw`` samples the children of a tree with ``top_k = 1``.
     """
 
     def __init__(
@@ -134,11 +128,7 @@ class TreeBuilder:
         self._firsts = (1 + width + (levels - 2) * width**2).where(levels > 1, levels)
 
     def start(self, log_probs: Tensor, points: Tensor | None = None) -> None:
-        """Begin a tree with the draft's distribution ``[B, D]`` after the root.
-
-        ``points`` are ``[B, depth + 1]`` float64 random numbers in ``[0, 1)``, if tokens are
-        sampled.
-        """
+        """Begin with the distribution ``[B, D]`` after the root, and numbers ``[B, depth + 1]``."""
         self._points = points
         scores, tokens = self._children(log_probs, 0)
         # One entry per level: [B, 1], [B, K], then [B, K * K]. The root has the largest score.
@@ -151,8 +141,7 @@ class TreeBuilder:
     def choose(self) -> tuple[Tensor, Tensor]:
         """Select the newest level's ``K`` best candidates for expansion: their tokens ``[B, K]``.
 
-        Also return ``[B, K]`` the position (0 to ``K - 1``) of each one's parent among the nodes
-        expanded one level before; 0 on the first level, where the root is the parent.
+        Also return ``[B, K]`` the position of each one's parent among the nodes expanded before.
         """
         scores, tokens = self.scores[-1], self.tokens[-1]
         if len(self.chosen) == 1:
@@ -212,9 +201,7 @@ class TreeBuilder:
 def ancestor_matrix(parents: Tensor, max_depth: int) -> Tensor:
     """Compute the reflexive ancestor relation ``[B, N, N]`` of nodes with parents ``[B, N]``.
 
-    True at ``[b, i, j]`` where ``j`` is ``i`` or an ancestor of ``i``. Entry ``[i, j]`` of the
-    ``n``-th power of the relation "is itself or a child of" counts the ways up from ``i`` to ``j``
-    in ``n`` moves, so squaring doubles the distance that it covers.
+    Squaring the relation "is ``n`` or fewer moves up from" doubles the distance that it covers.
     """
     batch, size = parents.shape
     identity = torch.eye(size, device=parents.device).expand(batch, -1, -1)

@@ -368,11 +368,7 @@ def verify_root(inputs: VerificationInputs) -> Verification:
 def _preferred_child(
     tree: DraftTree, exact: Tensor, relaxed: Tensor, edge_log_prob: Tensor, sampled: Tensor
 ) -> Tensor:
-    """Return ``[B, N]``: the token that follows each node under ``selection="target"``.
-
-    It is the target's sample if a child carries it, else the token of the likeliest relaxed child,
-    else the sample.
-    """
+    """Return ``[B, N]``: a child's sample, else the likeliest relaxed child's token."""
     score = torch.where(relaxed, edge_log_prob, -torch.inf)
     score = torch.where(exact, torch.inf, score)
     score[:, 0] = -torch.inf

@@ -1,10 +1,7 @@
 """Distributions over large vocabularies, without normalized copies of the logits.
 
-One ``[N, V]`` float32 tensor of 60 nodes and 128,000 tokens takes 31 MB. Verification holds the
-logits once, and numbers per node from which every log-probability follows; see
-:class:`Distributions`. What needs whole rows processes a few of them at a time, of :data:`CHUNK`
-values together. In code that ``torch.compile`` traces, all rows are one chunk, because the compiler
-fuses the operations.
+What needs whole rows processes a few of them at a time, of :data:`CHUNK` values together; in code
+that ``torch.compile`` traces, all at once, because the compiler fuses the operations.
 
 Shape letters: ``B`` rows, ``N`` nodes, ``V`` vocabulary, ``Q`` queried (node, token) pairs, ``R``
 flattened ``B * N`` nodes or some of them.
@@ -115,10 +112,7 @@ class Distributions:
 
 
 def chunks(rows: int, logits: Tensor) -> Iterator[slice]:
-    """Split rows ``[..., V]`` into slices of about :data:`CHUNK` values, at least one row each.
-
-    Code that is being compiled processes all rows at once.
-    """
+    """Split rows ``[..., V]`` into slices of about :data:`CHUNK` values; one if compiled."""
     values = CHUNK if logits.device.type == "cpu" else DEVICE_CHUNK
     step = rows if torch.compiler.is_compiling() else values // max(logits.shape[-1], 1)
     for start in range(0, max(rows, 1), max(step, 1)):
@@ -136,10 +130,7 @@ def scaled(logits: Tensor, temperature: float) -> Tensor:
 
 
 def arg_max(values: Tensor) -> Tensor:
-    """Return the index of the largest of ``[..., V]``, the first of several.
-
-    Several times as fast as ``torch.argmax`` over a large vocabulary on a CPU.
-    """
+    """Return the index of the largest of ``[..., V]``, the first of several, faster than torch."""
     blocks = _in_blocks(values)
     block = blocks.amax(-1).argmax(-1, keepdim=True)  # [..., 1]
     inside = _take_block(blocks, block).argmax(-1)
@@ -147,11 +138,7 @@ def arg_max(values: Tensor) -> Tensor:
 
 
 def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the ``k`` largest of ``[..., V]`` and their indices, like ``torch.topk``.
-
-    The ``k`` blocks with the largest maxima contain the ``k`` largest values, so that only these
-    blocks of a large vocabulary are searched.
-    """
+    """Return the ``k`` largest of ``[..., V]`` and their indices, by way of the best blocks."""
     if values.shape[-1] <= SMALL_VOCABULARY:
         found = values.max(-1, keepdim=True) if k == 1 else values.topk(k)
         return found.values, found.indices
@@ -170,9 +157,8 @@ def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Sample indices ``[R]`` by inversion of the cumulative distribution; return sums ``[R]``, too.
 
-    The float64 random number in ``[0, 1)`` of a row selects a block by the sums of the blocks of
-    its weights ``[R, V]``, then a token within the block. A token without weight is returned only
-    where the sum is 0 or NaN.
+    A float64 number in ``[0, 1)`` selects a block of the weights ``[R, V]``, then a token in it,
+    which has weight unless the sum is 0 or NaN.
     """
     blocks = _in_blocks(weights)
     ends = blocks.sum(-1).double().cumsum(-1)  # [R, C]
@@ -191,13 +177,10 @@ def top_p_radius(below: Tensor, weights: Tensor, top_p: float) -> Tensor:
     """Find how many nats below the most likely token the nucleus reaches ``[R]``, without sorting.
 
     The nucleus is the smallest set of the most likely tokens whose mass is at least ``top_p``,
-    which is below 1: a token belongs to it if the tokens that are likelier have less mass. A
-    histogram of the mass, ``weights`` ``[R, V]``, over log-probabilities relative to the largest,
-    ``below``, shows in which bin ``top_p`` is reached, and another one of that bin in which part of
-    it; two are enough for a large vocabulary. Tokens as close as the last part, about 1e-6 nats,
-    are all kept, where sorting keeps some of them in an undefined order.
-
-    Masses are integers where additions have no fixed order, so that sums do not depend on it.
+    below 1. A histogram of the mass, ``weights`` ``[R, V]``, over log-probabilities relative to the
+    largest, ``below``, shows in which bin ``top_p`` is reached, and another one of that bin in
+    which part of it. Tokens as close as the last part, about 1e-6 nats, are all kept. Masses are
+    integers where additions have no fixed order.
     """
     size = weights.shape[-1]
     bits = next((bits for bits in HISTOGRAM_BITS if 2**bits <= size), HISTOGRAM_BITS[-1])
@@ -278,10 +261,7 @@ def _in_blocks(values: Tensor) -> Tensor:
 
 
 def _block_size(size: int) -> int:
-    """Return the greatest common divisor of a size and :data:`BLOCK`.
-
-    The size may be a variable of ``torch.compile``, which ``math.gcd`` does not take.
-    """
+    """Return the largest divisor up to :data:`BLOCK`; ``torch.compile`` takes no ``gcd``."""
     block = BLOCK
     while size % block:
         block //= 2

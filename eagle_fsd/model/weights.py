@@ -22,11 +22,12 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEX = ".index.json"
 
 
-def tensor_files(find: Callable[[str], str | None]) -> dict[str, str]:
-    """Return the name of the file of every tensor of a checkpoint; nothing if it has no weights.
+class CheckpointError(ValueError):
+    """The files of a drafter are missing or damaged, or do not match its configuration."""
 
-    ``find`` returns the path of a file by its name. Raises ``ValueError`` if a file is damaged.
-    """
+
+def tensor_files(find: Callable[[str], str | None]) -> dict[str, str]:
+    """Return the file of every tensor of a checkpoint; ``find`` returns a file's path."""
     for name in WEIGHT_FILES:
         if path := find(name):
             return dict.fromkeys(_tensor_names(path), name)
@@ -36,11 +37,7 @@ def tensor_files(find: Callable[[str], str | None]) -> dict[str, str]:
 
 
 def read_tensors(path: str, names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Read some tensors of a file by their names; by default all.
-
-    Others are not read, except from ``.bin`` files in the format before torch 1.6. Raises
-    ``ValueError`` if the file is damaged.
-    """
+    """Read some tensors of a file by their names, by default all; raise if it is damaged."""
     try:
         if path.endswith(".safetensors"):
             with safe_open(path, framework="pt") as file:
@@ -51,42 +48,36 @@ def read_tensors(path: str, names: Collection[str] | None = None) -> dict[str, T
         )
     except pickle.UnpicklingError as error:
         # torch's own message suggests disabling weights_only.
-        raise ValueError(
+        raise CheckpointError(
             f"{path} is damaged or holds more than tensors; only plain state dicts are loaded"
         ) from error
     except (SafetensorError, RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"cannot read {path}: {one_line(error)}") from error
+        raise CheckpointError(f"cannot read {path}: {one_line(error)}") from error
     if not isinstance(tensors, dict) or not all(
         isinstance(key, str) and isinstance(value, Tensor) for key, value in tensors.items()
     ):
-        raise ValueError(f"{path} is not a state dict of tensors by name")
+        raise CheckpointError(f"{path} is not a state dict of tensors by name")
     return tensors if names is None else {name: tensors[name] for name in names}
 
 
 def read_json(path: str) -> dict[str, object]:
-    """Read a file that holds a JSON object; raise ``ValueError`` if it does not."""
+    """Read a file that holds a JSON object; raise if it does not."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError("not a JSON object")
     except ValueError as error:
-        raise ValueError(f"cannot read {path}: {one_line(error)}") from error
+        raise CheckpointError(f"cannot read {path}: {one_line(error)}") from error
     return values
 
 
 def whole(weight: Tensor) -> Tensor:
-    """Return a weight in full if its rows or columns are split over processes, else itself.
-
-    All of these processes must call this.
-    """
+    """Return a weight in full; if it is split over processes, all of them must call this."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def plain_tensors(weight: Tensor) -> list[Tensor]:
-    """Return the tensors that a weight consists of: several if it is quantized, such as scales.
-
-    Split weights are gathered as by :func:`whole`.
-    """
+    """Return the whole tensors that a weight consists of: several if it is quantized."""
     weight = whole(weight)
     if not is_traceable_wrapper_subclass(weight):
         return [weight]
@@ -101,11 +92,11 @@ def _tensor_names(path: str) -> list[str]:
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"cannot read {path}: {one_line(error)}") from error
+        raise CheckpointError(f"cannot read {path}: {one_line(error)}") from error
 
 
 def _read_index(path: str) -> dict[str, str]:
     shards = read_json(path).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(file, str) for file in shards.values()):
-        raise ValueError(f"{path} has no weight_map from tensors to files")
+        raise CheckpointError(f"{path} has no weight_map from tensors to files")
     return shards

@@ -14,10 +14,8 @@ OUTSIDE_MODEL = ("POLY", "SHADOW", "XLORA")
 def unwrap_model(model: nn.Module) -> PreTrainedModel:
     """Return the Hugging Face model inside a PEFT model or a module compiled by ``torch.compile``.
 
-    The model inside computes the same: PEFT adds adapters such as LoRA's to its modules, and
-    ``torch.compile(model)`` leaves it unchanged. Raises ``ValueError`` if part of a PEFT adapter is
-    outside the model, such as prompt tuning's virtual tokens, and ``TypeError`` if there is no
-    Hugging Face model inside.
+    Raises ``ValueError`` if part of a PEFT adapter is outside the model, such as prompt tuning's
+    virtual tokens, and ``TypeError`` if there is no Hugging Face model inside.
     """
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):

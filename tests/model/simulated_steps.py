@@ -28,8 +28,7 @@ from eagle_fsd import AcceptanceConfig, EagleFSD, SamplingConfig
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.eagle3 import Eagle3Flags
-from eagle_fsd.model.drafters.interface import DraftState, NoDrafter
-from eagle_fsd.model.drafters.ngram import AdaptiveNGramDrafter, NGramDrafter
+from eagle_fsd.model.drafters.interface import NoDrafter
 from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.execution import LaunchedStep
 from eagle_fsd.model.request import Answer, Decision, Request
@@ -131,11 +130,6 @@ def test_step_with_every_rule(rule: AcceptanceRule) -> None:
     run_steps(pair(), SAMPLED, rule)
 
 
-def test_greedy_step_with_some_rules() -> None:
-    for rule in ALL_RULES[::3]:
-        run_steps(pair(), GREEDY, rule)
-
-
 #: A selection with each fallback and divergence.
 CHOICES = [
     ("longest", "exact", "kl"),
@@ -172,10 +166,8 @@ def test_step_on_one_device_and_on_two(rows: int, drafted: bool, split: bool) ->
 @pytest.mark.parametrize(
     ("top_k", "selection", "threshold", "sampling"),
     [
-        (1, "longest", 0.0, GREEDY),
         (1, "longest", 0.0, SAMPLED),  # as a block
         (1, "sample", 0.2, SAMPLED),
-        (3, "sample", 0.0, SAMPLED),
         (3, "longest", 0.2, GREEDY),
     ],
 )
@@ -213,55 +205,3 @@ def test_mixing_devices_is_detected() -> None:
         tensors = [torch.ones(2, device=device) for device in DEVICES]
         with pytest.raises(RuntimeError, match=r"gpu:0.*gpu:1"):
             torch.add(*tensors)
-
-
-#: Prompts of the rows: with two continuations, with one, and with none.
-PROMPTS = [[1, 2, 3, 1, 4, 1], [5, 6, 5], [7, 8, 9]]
-
-
-def with_known_prompts(kind: type[NGramDrafter | AdaptiveNGramDrafter], repeats: bool) -> Any:
-    """Return a drafter for prompts that are known to the host: it reads them before the steps."""
-
-    class Known(kind):  # type: ignore[misc,valid-type]
-        def start(self, *args: Any) -> DraftState:
-            state = super().start(*args)
-            admit = state.admit
-            state.admit = lambda first, prompts: admit(
-                first,
-                [
-                    PROMPTS[row] if repeats else [7, 8, 9]
-                    for row in range(first, first + len(prompts))
-                ],
-            )
-            return state
-
-    return Known()
-
-
-@pytest.mark.parametrize(
-    ("kind", "repeats", "rows", "sampling"),
-    [
-        (NGramDrafter, True, 1, GREEDY),
-        (NGramDrafter, False, 3, SAMPLED),
-        (AdaptiveNGramDrafter, True, 3, SAMPLED),
-        (AdaptiveNGramDrafter, False, 1, GREEDY),
-    ],
-)
-def test_step_with_an_ngram_drafter(
-    kind: type[NGramDrafter | AdaptiveNGramDrafter],
-    repeats: bool,
-    rows: int,
-    sampling: SamplingConfig,
-) -> None:
-    """With a tree, or with its root only."""
-    drafted = EagleFSD(pair().model, None)
-    drafted.drafter, drafted.tree = with_known_prompts(kind, repeats), pair().tree
-    drafted.drafter.attach(drafted.target)
-    for selection in ("longest", "sample"):
-        engine, launched = run_steps(
-            drafted, sampling, rows=rows, threshold=0.2, selection=selection
-        )
-        tokens = launched.tokens
-        assert (tokens.device, tokens.shape[0]) == (torch.device(DEVICES[0]), rows)
-        assert tokens.shape[1] == (drafted.tree.depth + 2 if repeats else 1)
-        assert engine.draft.rows[0].tokens

@@ -84,21 +84,6 @@ def test_margin_rule_compares_the_two_largest_logits() -> None:
         assert outcome(verify(shifted, MarginRule(ratio)))[0] == kept
 
 
-def test_cascade_rule_follows_a_confident_draft() -> None:
-    """Without a draft distribution it is closed."""
-    sure, unsure = [0.2, 0.35, 0.2, 0.15, 0.1], [0.25, 0.28, 0.22, 0.15, 0.1]
-    for q, alpha, kept in (
-        (sure, 0.0, [B, A]),  # max q is .35, max p .30
-        (unsure, 0.0, [A]),  # .28 < .30
-        (unsure, 0.45, [B, A]),  # TV is .05: .28 >= .30 - .0225
-        (unsure, 0.35, [A]),  # .28 < .30 - .0175
-    ):
-        tree = make_tree([0, 0], [E, B], {0: q})
-        inputs = make_inputs(tree, [UNDECIDED, CERTAIN], [A, A])
-        assert outcome(verify(inputs, CascadeRule(alpha)))[0] == kept
-    assert _kept(CascadeRule(9.0), [B]) == [A]
-
-
 def test_cascade_rule_accepts_only_the_choice_of_the_draft() -> None:
     """B is the draft's most likely token, C is not. A sampled chain holds the draft's choices."""
     q = [0.2, 0.35, 0.2, 0.15, 0.1]
@@ -117,15 +102,6 @@ def test_mixture_rule_follows_the_most_likely_token_of_the_mixture() -> None:
     for weight, token, origin in ((0.95, A, EXACT), (0.5, B, FUZZY), (0.0, B, FUZZY)):
         tokens, origins, _ = outcome(verify(inputs, MixtureRule(weight)))
         assert (tokens, origins) == ([token, A], [origin, TARGET])
-
-
-def test_mixture_rule_over_a_reduced_vocabulary() -> None:
-    """The draft knows B and D only: ``.5 .25 + .5 .9`` is the largest."""
-    tree = make_tree([0, 0], [E, B], {0: UNDECIDED})
-    draft = torch.tensor([[[0.1, 0.9]]]).log()
-    tree = replace(tree, draft_log_probs=draft, token_ids=torch.tensor([D, B]))
-    inputs = make_inputs(tree, [UNDECIDED, CERTAIN], [A, A])
-    assert outcome(verify(inputs, MixtureRule(0.5)))[0] == [B, A]
 
 
 def test_mixture_rule_emits_the_law_of_the_mixture() -> None:
@@ -164,11 +140,6 @@ def test_raised_probabilities_are_compared_with_the_peak() -> None:
         (BudgetRule(0.05), [C], [C, A]),
     ):
         assert _kept(rule, children) == kept, rule
-
-
-def test_token_of_zero_probability_is_never_accepted() -> None:
-    for rule in (BudgetRule(10.0), TargetRule(single=0.0, acc=1e-6), TopKRule(5, 1.0)):
-        assert _kept(rule, [C], [0.5, 0.5, 0.0, 0.0, 0.0]) == [A]
 
 
 DRAWS = 50_000
@@ -232,53 +203,12 @@ def test_mismatch_is_accepted_if_the_following_window_agrees() -> None:
     assert outcome(verify(inputs, DeferredRule(0.3, 3)))[0] == [A]  # the tree ends too early
 
 
-def test_mismatch_is_rejected_where_the_entropy_is_low() -> None:
-    inputs = _chain([CERTAIN, CERTAIN, CERTAIN], [B, A], [A, A, A])
-    assert outcome(verify(inputs, DeferredRule(0.3, 1)))[0] == [A]
-    assert outcome(verify(inputs, DeferredRule(0.1, 1)))[0] == [B, A, A]
-
-
 def test_regret_rule_allows_more_where_more_follows() -> None:
     """C costs ``log(.30 / .20) = .405`` and saves two positions; below it the chain is exact."""
     inputs = _chain([UNDECIDED, CERTAIN, CERTAIN], [C, A], [A, A, A])
     for per_position, kept in ((0.35, [C, A, A]), (0.1, [A])):
         assert outcome(verify(inputs, RegretRule(per_position)))[0] == kept
         assert _kept(RegretRule(per_position), [C]) == [A]  # C saves one position
-
-
-def _limited(
-    inputs: VerificationInputs, max_nats: float, spent: float = 0.0
-) -> tuple[list[int], float]:
-    """Tokens kept by a :class:`LimitedRule` without a gate, and the state after the step."""
-    rule = LimitedRule(AcceptanceRule(), max_nats)
-    inputs = replace(inputs, state=torch.tensor([[spent]]))
-    kept = verify(inputs, rule)
-    (after,) = rule.advance(inputs, kept)[0].tolist()
-    return outcome(kept)[0], after
-
-
-def test_limited_rule_keeps_the_deepest_path_within_the_budget() -> None:
-    """B costs ``log(.30 / .25) = .182``, C ``.405``, and exact tokens nothing."""
-    p = [UNDECIDED, UNDECIDED, CERTAIN, CERTAIN]
-    chain = _chain(p, [B, C, A], [A, A, A, A])
-    assert _limited(chain, 0.6) == ([B, C, A, A], pytest.approx(0.588, abs=1e-3))
-    assert _limited(chain, 0.5) == ([B, A], pytest.approx(0.182, abs=1e-3))
-    assert _limited(chain, 0.1) == ([A], 0.0)
-    assert _limited(chain, 1.0, spent=0.8) == ([B, A], pytest.approx(0.982, abs=1e-3))
-    assert _limited(chain, 1.0, spent=1.0) == ([A], 1.0)
-
-
-def test_limited_rule_costs_nothing_where_it_samples_exactly() -> None:
-    """When sampling, an exact token may be far from the most likely one."""
-    inputs = _chain([UNDECIDED, CERTAIN], [E], [E, A])
-    assert _limited(inputs, 0.1) == ([E, A], 0.0)
-
-
-def test_limited_rule_rejects_rules_without_regret() -> None:
-    with pytest.raises(ValueError, match="MixtureRule replaces samples"):
-        LimitedRule(MixtureRule(), 1.0)
-    with pytest.raises(ValueError, match="PhaseRule replaces samples"):
-        LimitedRule(PhaseRule(MixtureRule(), A, B), 1.0)
 
 
 def _phase(
@@ -317,28 +247,6 @@ def test_phase_begins_and_ends_inside_a_tree() -> None:
     assert _phase(bonus, [A]) == ([A, D], 1.0)
 
 
-def test_priced_path_must_pay_for_its_fuzzy_tokens() -> None:
-    """A's branch is exact and two tokens deep; B's and C's cost .182 and .405 nats."""
-    tree = make_tree([0, 0, 0, 1, 2, 4], [E, A, B, A, C, A])
-    p = [UNDECIDED, CERTAIN, UNDECIDED, CERTAIN, CERTAIN, CERTAIN]
-    inputs = make_inputs(tree, p, [A, A, A, A, A, A])
-    for price, kept in (
-        (0.0, [B, C, A, A]),
-        (1.6, [B, C, A, A]),  # 3 - 1.6 x .588 = 2.06
-        (1.8, [A, A, A]),  # 3 - 1.8 x .588 = 1.94 < 2
-    ):
-        assert outcome(verify(inputs, AcceptanceRule(), "exact", "priced", price))[0] == kept
-
-
-def test_cheapest_of_equally_long_paths_is_kept() -> None:
-    """D is cheaper than E, but what follows E exactly is likelier: the longest path takes E."""
-    tree = make_tree([0, 0, 0, 1, 2], [A, D, E, A, A])
-    p = [UNDECIDED, [0.4, 0.3, 0.1, 0.1, 0.1], CERTAIN, CERTAIN, CERTAIN]
-    inputs = make_inputs(tree, p, [A, A, A, A, A])
-    assert outcome(verify(inputs, AcceptanceRule()))[0] == [E, A, A]
-    assert outcome(verify(inputs, AcceptanceRule(), "exact", "priced", 0.1))[0] == [D, A, A]
-
-
 def test_rule_that_judges_whole_paths_requires_longest_selection() -> None:
     limited = LimitedRule(ExactRule(), 1.0)
     for rule in (DeferredRule(), TargetRule(), BudgetRule(), RegretRule(), limited):
@@ -353,17 +261,6 @@ def test_typical_rule_uses_the_entropy_bound() -> None:
     kept = verify(make_inputs(tree, p, [B, C, A, A, A, A]), TypicalRule())
     assert kept.accepted.tolist() == [[True, True, False, True, False, True]]
     assert outcome(kept) == ([D, A, A], [FUZZY, FUZZY, TARGET], [0, 1, 5])
-
-
-def test_typical_rule_looks_at_the_warped_distribution() -> None:
-    """D has .04 of the raw mass, above its bound, but .001 after the temperature."""
-    inputs = _star([0.5, 0.25, 0.2, 0.04, 0.01], [D], B)
-    warped = inputs.warped.dense()
-    warped[0, 0] = torch.tensor([0.9, 0.05, 0.048, 0.001, 0.001]).log()
-    inputs = replace(inputs, warped=Distributions.of(warped))
-    assert not verify(inputs, TypicalRule()).accepted[0, 1]
-    masked = _star([0.5, 0.25, 0.2, 0.05, 0.0], [D, E], B)
-    assert verify(masked, TypicalRule()).accepted.tolist() == [[True, True, False]]
 
 
 #: Rows end after different numbers of steps, so they are dropped and moved.

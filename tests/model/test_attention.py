@@ -8,24 +8,28 @@ from typing import Any
 import pytest
 import torch
 from eagle3_heads import target_model, untrained_eagle3
-from pairs import MODEL_SIZES, VOCAB_SIZE, prompt, small_tree, tiny_target, untrained_head
-from peft import LoraConfig, get_peft_model
+from pairs import (
+    MODEL_SIZES,
+    VOCAB_SIZE,
+    greedy_reference,
+    prompt,
+    small_tree,
+    tiny_target,
+    untrained_head,
+)
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.model import attention
 from eagle_fsd.model.attention import (
-    TREE_ATTENTION,
     fold_mask,
     query_groups,
     tree_attention,
 )
 from eagle_fsd.model.cache import additive_mask
 from eagle_fsd.model.drafters.heads import DraftHead
-from eagle_fsd.model.plain_layers import is_plain_model
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.target import Target
 
@@ -71,29 +75,6 @@ def test_folded_attention_equals_that_of_transformers() -> None:
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
-def test_tree_pass_folds_and_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokens are those of the stock path; before and after, the model is on SDPA."""
-    model = tiny_target("qwen3", num_attention_heads=4, num_key_value_heads=2)
-    assert query_groups(model) == 2
-    folded: list[tuple[nn.Module, bool]] = []
-
-    def spy(module: nn.Module, query: Tensor, *args: object, **options: object) -> object:
-        mask = args[2]
-        assert isinstance(mask, Tensor)
-        folded.append((module, mask.shape[2] == 2 * query.shape[2]))
-        return tree_attention(module, query, *args, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setitem(attention.AttentionInterface._global_mapping, TREE_ATTENTION, spy)
-    pair = EagleFSD(model, untrained_head(model), small_tree())
-    folded.clear()
-    expected = model.generate(prompt(6), max_new_tokens=12, do_sample=False, pad_token_id=0)
-    assert not folded
-    assert torch.equal(pair.generate(prompt(6), max_new_tokens=12).sequences, expected)
-    assert {module for module, _ in folded} >= {layer.self_attn for layer in model.model.layers}
-    assert all(found for _, found in folded)
-    assert model.config._attn_implementation == "sdpa"
-
-
 def test_models_that_reject_folded_masks_keep_the_attention_of_transformers() -> None:
     """The self-check finds it, and decoding continues with masks of the usual size."""
     eager = tiny_target(num_attention_heads=4, num_key_value_heads=2, attention="eager")
@@ -117,44 +98,38 @@ def test_models_that_reject_folded_masks_keep_the_attention_of_transformers() ->
     assert shapes
 
 
-def test_hooked_layers_are_called() -> None:
-    model = tiny_target("qwen2")
-    head = untrained_head(model).attach(Target(model))
-    head.start(small_tree(), None)
-    assert head.plain
-    head.layers[0].mlp.register_forward_hook(lambda *_: None)
-    head.start(small_tree(), None)
-    assert not head.plain
+class Louder(LlamaMLP):
+    """Another module in the place of a layer's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3.0 * super().forward(x)
 
 
-def test_changed_targets_are_not_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Subclass(LlamaForCausalLM):
-        pass
+def replace(model: Any, name: str, part: nn.Module) -> None:
+    model.model.layers[0].set_submodule(name, part)
 
-    assert not is_plain_model(Subclass(tiny_target().config))
-    assert not is_plain_model(tiny_target("qwen3"))
-    model = tiny_target()
-    model.model.layers[0].mlp.forward = lambda x: x
-    assert not is_plain_model(model)
 
-    class Louder(LlamaMLP):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 3.0 * super().forward(x)
+CHANGES: list[Callable[[Any], object]] = [
+    lambda model: setattr(model.model.layers[0].mlp, "forward", lambda x: 0.5 * x),
+    lambda model: model.model.layers[0].mlp.register_forward_hook(lambda *args: 3.0 * args[2]),
+    lambda model: replace(model, "mlp", Louder(model.config)),
+    lambda model: replace(model, "mlp.act_fn", nn.Tanh()),
+    lambda model: replace(model, "input_layernorm", nn.LayerNorm(32)),
+    lambda model: replace(model, "self_attn.q_proj", nn.Sequential(nn.Linear(32, 32), nn.Tanh())),
+]
 
-    model = tiny_target()
-    assert is_plain_model(model)
-    model.model.layers[0].mlp = Louder(model.config)
-    assert not is_plain_model(model)
-    for name, part in (("mlp.act_fn", nn.GELU()), ("input_layernorm", nn.LayerNorm(32))):
-        model = tiny_target()
-        model.model.layers[0].set_submodule(name, part)
-        assert not is_plain_model(model)
-    model = tiny_target()
-    monkeypatch.setattr(type(model.model.norm), "forward", lambda _, x: x)
-    assert not is_plain_model(model)
-    monkeypatch.undo()
-    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    assert not is_plain_model(get_peft_model(tiny_target(), config).base_model.model)
+
+def test_changed_layers_are_decoded_as_they_are() -> None:
+    """Layers of Llama are computed by their parts unless somebody has changed them."""
+    ids = prompt(9)
+    for change in CHANGES:
+        model = tiny_target(num_hidden_layers=1)
+        pair = EagleFSD(model, untrained_head(model), small_tree())
+        before = pair.generate(ids, max_new_tokens=20).sequences
+        change(model)
+        expected = greedy_reference(model, ids, new=20)
+        assert not torch.equal(before, expected)
+        assert torch.equal(pair.generate(ids, max_new_tokens=20).sequences, expected)
 
 
 def eagle_head() -> DraftHead:

@@ -134,6 +134,10 @@ def test_invalid_arguments_raise_one_line() -> None:
             assert str(error.value).isprintable()
     with pytest.raises(TypeError, match="treshold"):
         random_pair().generate(prompt(5), treshold=1)
+    with pytest.raises(ValueError, match="has no drafter"):
+        EagleFSD(random_pair().model, None).generate(prompt(5))
+    with pytest.raises(TypeError, match="must be a Hugging Face model; got Linear"):
+        EagleFSD(torch.nn.Linear(2, 2), None)
 
 
 def test_invalid_batches_raise_one_line() -> None:

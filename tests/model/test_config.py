@@ -15,7 +15,7 @@ from eagle_fsd import AcceptanceConfig, OptionsError, SamplingConfig, TreeConfig
 from eagle_fsd.bundled import BUNDLED_HEAD
 from eagle_fsd.evaluation.config import GridConfig
 from eagle_fsd.model.acceptance import RULES, FuzzyRule, LimitedRule, MarginRule, rule_for
-from eagle_fsd.model.config import ModelIdentity, Settings, read_settings, settings_dict
+from eagle_fsd.model.config import read_settings, settings_dict
 from eagle_fsd.train.config import TrainConfig
 from eagle_fsd.utils.options import describe_field
 
@@ -48,20 +48,6 @@ RANGES: dict[type, dict[str, str]] = {
     },
 }
 
-#: ``fsd.json`` as the revision before the options became pydantic models wrote it.
-EARLIER_FILE = {
-    "threshold": 0.15,
-    "divergence": "top_p_tv",
-    "min_ratio": 0.1,
-    "fallback": "stop",
-    "selection": "longest",
-    "divergence_on": "raw",
-    "total_tokens": 17,
-    "depth": 5,
-    "top_k": 3,
-    "about": {"made_by": "eagle-fsd calibrate", "threshold": "anything"},
-}
-
 
 def test_every_option_has_its_documented_range() -> None:
     for options, ranges in RANGES.items():
@@ -72,19 +58,6 @@ def test_every_option_has_its_documented_range() -> None:
             invalid = "none" if text.startswith("one of") else -1
             with pytest.raises(OptionsError, match=re.escape(f"{name} must be {text}")):
                 options.from_dict({name: invalid})
-
-
-def test_defaults_are_lossless_and_greedy() -> None:
-    acceptance = AcceptanceConfig()
-    assert (acceptance.threshold, acceptance.divergence, acceptance.min_ratio) == (0.0, "js", 0.0)
-    assert (acceptance.fallback, acceptance.selection) == ("exact", "longest")
-    assert SamplingConfig().model_dump() == {
-        "temperature": 0.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "seed": None,
-    }
 
 
 def test_limit_per_answer_needs_whole_paths() -> None:
@@ -129,15 +102,6 @@ def test_named_rules_decode_or_are_rejected() -> None:
             assert out.stats.tokens == 4 * len(batch()[0])
 
 
-def test_named_rules_are_stored_and_read(tmp_path: Path) -> None:
-    for name, rule in RULES.items():
-        acceptance = AcceptanceConfig(rule=name)
-        assert rule_for(acceptance) == rule
-        path = _write(tmp_path, settings_dict(TreeConfig(), acceptance))
-        assert AcceptanceConfig().updated(**read_settings(path).acceptance) == acceptance
-    assert "rule" not in AcceptanceConfig().model_dump()
-
-
 def test_reverse_kl_is_another_name_of_kl_reversed(tmp_path: Path) -> None:
     """Accepted wherever a divergence is named, and stored under the divergence's own name."""
     pair = aligned_pair()
@@ -162,32 +126,6 @@ def _write(folder: Path, content: Any) -> Path:
     data = content if isinstance(content, str | bytes) else json.dumps(content)
     path.write_bytes(data if isinstance(data, bytes) else data.encode())
     return path
-
-
-def test_read_settings_splits_a_file_of_the_previous_revision(tmp_path: Path) -> None:
-    """What a file omits has the defaults for the device."""
-    assert read_settings(_write(tmp_path, {})) == Settings()
-    found = read_settings(_write(tmp_path, EARLIER_FILE))
-    assert found.tree == {"total_tokens": 17, "depth": 5, "top_k": 3}
-    expected = {**EARLIER_FILE}
-    for name in ("about", *found.tree):
-        del expected[name]
-    assert found.acceptance == expected
-
-
-def test_settings_hold_the_lossless_tree_and_the_models(tmp_path: Path) -> None:
-    identity = {"name": "pair", "dtype": "float32", "fingerprint": "0123456789abcdef"}
-    values = {
-        "threshold": 0.1,
-        "exact": {"total_tokens": 16, "depth": 8, "top_k": 2},
-        "target": identity,
-        "drafter": identity,
-    }
-    found = read_settings(_write(tmp_path, values))
-    assert found.exact == TreeConfig(total_tokens=16, depth=8, top_k=2)
-    assert found.drafter == ModelIdentity(**identity)
-    assert (found.tree, found.acceptance) == ({}, {"threshold": 0.1})
-    assert read_settings(_write(tmp_path, found.model_dump(exclude_unset=True))) == found
 
 
 def test_settings_dict_is_the_content_of_the_shipped_file() -> None:

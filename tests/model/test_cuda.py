@@ -157,26 +157,17 @@ def assert_greedy(model: PreTrainedModel, found: Tensor, expected: Tensor, start
         assert candidates == set(best.indices.tolist())
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
-@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize(("kind", "rows", "new"), [("random", 5, 48), ("aligned", 2, 560)])
 def test_batches_are_decoded_as_by_hugging_face(
-    kind: str, rows: int, replays: Sequence[None]
+    kind: str, rows: int, new: int, replays: Sequence[None]
 ) -> None:
+    """In long answers the number of visible slots changes, and with it the graph."""
     pair, (ids, mask) = PAIRS[kind](), prompts(rows)
-    expected = greedy_reference(pair.model, ids, mask, new=48)
+    expected = greedy_reference(pair.model, ids, mask, new=new)
     for method in ("fsd", "ar"):
-        for out in generate(pair, replays, ids, mask, max_new_tokens=48, method=method):
+        for out in generate(pair, replays, ids, mask, max_new_tokens=new, method=method):
             assert_greedy(pair.model, out.sequences, expected, ids.shape[1])
             assert (out.stats.tau > 1.3) == (kind == "aligned" and method == "fsd")
-
-
-def test_long_answers_are_decoded_as_by_hugging_face(replays: Sequence[None]) -> None:
-    """The number of visible slots, and with it the graph, changes several times."""
-    pair, (ids, mask) = PAIRS["aligned"](), prompts(2)
-    expected = greedy_reference(pair.model, ids, mask, new=560)
-    for method in ("fsd", "ar"):
-        for out in generate(pair, replays, ids, mask, max_new_tokens=560, method=method):
-            assert_greedy(pair.model, out.sequences, expected, ids.shape[1])
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=[name.rpartition("/")[2] for name in DRAFTERS])
@@ -190,38 +181,24 @@ def test_drafters_decode_as_hugging_face(drafter: str, replays: Sequence[None]) 
         assert_greedy(pair.model, out.sequences, expected, ids.shape[1])
 
 
-@pytest.mark.parametrize("new", [1, 2, 3, 4, 5, 6, 11])
-def test_answers_end_after_their_maximum_length(new: int) -> None:
-    """The step that is launched ahead is never part of the answer."""
-    assert check_ending(3, max_new_tokens=new).stats.tokens == 3 * new
-
-
-@pytest.mark.parametrize("position", [0, 1, 5, 17, 30])
-def test_answers_end_at_end_of_sequence_tokens(position: int) -> None:
-    """Rows end one by one; the others go on."""
-    ids, mask = prompts(4)
-    free = greedy_reference(PAIRS["aligned"]().model, ids, mask, new=40)[:, ids.shape[1] :]
-    eos = [int(free[0, position]), int(free[2, position // 2])]
-    check_ending(4, max_new_tokens=40, eos_token_id=eos, pad_token_id=0)
-
-
-@pytest.mark.parametrize("divisor", [3, 7, 11])
-def test_answers_end_where_stopping_criteria_say(divisor: int) -> None:
-    criteria = StoppingCriteriaList([_EndsAfterMultiple(divisor)])
-    out = check_ending(1, max_new_tokens=60, stopping_criteria=criteria)
-    assert 0 < out.origins.shape[1] < 60
-
-
-def check_ending(rows: int, **options: Any) -> GenerateOutput:
-    """Compare answers with Hugging Face's, with graphs and without."""
-    pair, (ids, mask) = PAIRS["aligned"](), prompts(rows)
-    given = {name: value for name, value in options.items() if name != "max_new_tokens"}
-    expected = greedy_reference(pair.model, ids, mask, new=options["max_new_tokens"], **given)
-    for pair.capture in (True, False):
-        out = pair.generate(ids, mask, **options)
-        assert_greedy(pair.model, out.sequences, expected, ids.shape[1])
-        assert out.sequences.shape == expected.shape
-    return out
+def test_answers_end_where_those_of_hugging_face_end() -> None:
+    """By length, tokens and criteria, one by one; the step that is launched ahead is left out."""
+    pair, (ids, mask) = PAIRS["aligned"](), prompts(4)
+    free = greedy_reference(pair.model, ids, mask, new=40)[:, ids.shape[1] :]
+    cases: list[tuple[int, int, dict[str, Any]]] = [(3, new, {}) for new in (1, 2, 3, 4, 5, 11)]
+    for place in (0, 1, 5, 17, 30):
+        eos = [int(free[0, place]), int(free[2, place // 2])]
+        cases.append((4, 40, {"eos_token_id": eos, "pad_token_id": 0}))
+    for divisor in (3, 7, 11):
+        criteria = StoppingCriteriaList([_EndsAfterMultiple(divisor)])
+        cases.append((1, 60, {"stopping_criteria": criteria}))
+    for rows, new, options in cases:
+        own, own_mask = prompts(rows)
+        expected = greedy_reference(pair.model, own, own_mask, new=new, **options)
+        for pair.capture in (True, False):
+            out = pair.generate(own, own_mask, new, **options)
+            assert_greedy(pair.model, out.sequences, expected, own.shape[1])
+            assert out.sequences.shape == expected.shape
 
 
 class _EndsAfterMultiple(StoppingCriteria):

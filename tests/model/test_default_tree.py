@@ -11,31 +11,12 @@ from pairs import aligned_pair, greedy_reference, prompt
 
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.model.default_tree import (
-    ACCEPTED,
     DEPTHS,
     NODES,
     WIDTHS,
     choose_tree,
-    expected_length,
     fit_tree,
 )
-
-
-def test_expected_length_is_that_of_the_likeliest_nodes() -> None:
-    first, second = ACCEPTED[:2]
-    chain = [first**level for level in range(7)]
-    for nodes, depth, width, expected in (
-        (4, 8, 1, sum(chain[:4])),
-        (60, 5, 1, sum(chain)),  # six levels below the root
-        (3, 1, 2, 1 + first + first**2),
-        (4, 1, 2, 1 + first + first**2 + second),
-        (60, 1, 8, 1 + sum(ACCEPTED) * (1 + sum(ACCEPTED))),
-    ):
-        found = expected_length(min(nodes, 73), depth, width)
-        assert found == pytest.approx(expected, rel=0.01)
-    for width in WIDTHS:
-        lengths = [expected_length(nodes, 4, width) for nodes in NODES]
-        assert lengths == sorted(lengths)
 
 
 def test_costs_choose_the_tree() -> None:

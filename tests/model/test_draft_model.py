@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from pairs import (
-    DEVICES,
     MODEL_SIZES,
     NEW_TOKENS,
     VOCAB_SIZE,
@@ -82,47 +81,20 @@ DRAFTS = {
 }
 
 
-@lru_cache
-def pair(draft: str, chain: bool, device: str = "cpu") -> EagleFSD:
-    """The default target with a draft model."""
-    return EagleFSD(tiny_target().to(device), DraftModel(DRAFTS[draft]()), CHAIN if chain else TREE)
-
-
-def aligned(layers: int = 1) -> EagleFSD:
-    """The target of ``aligned_pair`` and its first layer as a draft model, which is often right."""
-    target = aligned_pair().model
-    draft = tiny_target(num_hidden_layers=layers, tie_word_embeddings=False)
-    draft.load_state_dict(target.state_dict(), strict=False)
-    return EagleFSD(target, DraftModel(draft), CHAIN)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("draft", "chain"),
-    [
-        ("small", False),
-        ("windowed", True),
-        ("gemma2", False),
-        ("fewer-tokens", False),
-        ("more-tokens", True),
-    ],
+    [("windowed", True), ("gemma2", False), ("fewer-tokens", False), ("more-tokens", True)],
 )
-def test_greedy_output_matches_hugging_face(draft: str, chain: bool, device: str) -> None:
+def test_greedy_output_matches_hugging_face(draft: str, chain: bool) -> None:
     """A batch of mixed lengths, whose rows end at different steps."""
-    ids, mask = batch()
-    model = pair(draft, chain, device)
-    out = model.generate(ids.to(device), attention_mask=mask.to(device), max_new_tokens=NEW_TOKENS)
-    assert torch.equal(out.sequences.cpu(), reference())
-    plain = model.generate(ids.to(device), mask.to(device), NEW_TOKENS, method="ar")
+    model, (ids, mask) = (
+        EagleFSD(tiny_target(), DraftModel(DRAFTS[draft]()), CHAIN if chain else TREE),
+        batch(),
+    )
+    out = model.generate(ids, mask, NEW_TOKENS)
+    assert torch.equal(out.sequences, reference())
+    plain = model.generate(ids, mask, NEW_TOKENS, method="ar")
     assert torch.equal(plain.sequences, out.sequences)
-
-
-def test_greedy_output_matches_hugging_face_when_many_tokens_are_accepted() -> None:
-    ids, mask = batch()
-    out = aligned().generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS)
-    assert torch.equal(out.sequences, reference(aligned=True))
-    assert out.stats.tau > 2
-    assert len({tuple(row) for row in out.stats.accepted}) > 1
 
 
 @pytest.mark.parametrize("make", [windowed, gemma2])
@@ -213,15 +185,6 @@ def test_depth_adapts_to_the_accepted_lengths() -> None:
         out = found.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, rule=rule)
         assert torch.equal(out.sequences, reference())
         assert rule.depths[: len(expected)] == expected
-
-
-def test_short_context_of_the_draft_model_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    """The output does not change; positions stay inside the context."""
-    ids, mask = batch()
-    model = EagleFSD(tiny_target(), DraftModel(small(max_position_embeddings=30)), CHAIN)
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS)
-    assert torch.equal(out.sequences, reference())
-    assert "the draft model's context has 30 tokens, and this call may reach 43" in caplog.text
 
 
 def test_other_vocabulary_is_rejected() -> None:

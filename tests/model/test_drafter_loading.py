@@ -16,17 +16,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from eagle_fsd import CheckpointError, EagleFSD, EagleHead
 from eagle_fsd.bundled import BUNDLED_HEAD
-from eagle_fsd.model.checkpoint import RANKS_FILE, save_head, tensor_names, write_ranks
+from eagle_fsd.model.checkpoint import RANKS_FILE, save_head, select_tokens, write_ranks
 from eagle_fsd.model.config import read_settings
-from eagle_fsd.model.divergence import DIVERGENCES
-from eagle_fsd.model.draft_vocabulary import select_tokens
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.eagle3 import Eagle3Head
-from eagle_fsd.model.drafters.interface import Drafter, NoDrafter
+from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.drafters.loading import load_drafter
-from eagle_fsd.model.drafters.ngram import AdaptiveNGramDrafter, NGramDrafter
 from eagle_fsd.model.eagle3_checkpoint import save_eagle3
-from eagle_fsd.model.identity import differs, fingerprint
+from eagle_fsd.model.identity import differs
 from eagle_fsd.model.target import Target
 
 
@@ -74,12 +71,6 @@ def test_kind_follows_from_the_files(kind: str, model: PreTrainedModel, tmp_path
     assert torch.equal(out.sequences, greedy_reference(model, ids, new=12))
 
 
-def test_ngram_drafters_have_names(model: PreTrainedModel) -> None:
-    for name, kind in (("ngram", NGramDrafter), ("adaptive-ngram", AdaptiveNGramDrafter)):
-        assert type(load_drafter(name, Target(model))) is kind
-        assert type(EagleFSD.from_pretrained(model, name).drafter) is kind
-
-
 def test_folder_without_a_usable_drafter_is_rejected(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:
@@ -111,40 +102,8 @@ def assert_rejected(name: Path | str, message: str, model: PreTrainedModel) -> N
     assert str(error.value).isprintable()
 
 
-def test_names_of_shards_are_read_from_the_index_alone(
-    model: PreTrainedModel, tmp_path: Path
-) -> None:
-    """The kind of a drafter on the Hub is known before its shards are downloaded."""
-    save_draft_model(tmp_path, model, max_shard_size="20KB")
-    for shard in tmp_path.glob("*.safetensors"):
-        shard.unlink()
-    names = tensor_names(tmp_path)
-    assert "lm_head.weight" in names
-    assert "model.layers.1.mlp.up_proj.weight" in names
-
-
 def draft_model(seed: int) -> DraftModel:
     return DraftModel(tiny_target(seed=seed, num_hidden_layers=1))
-
-
-def test_every_drafter_has_its_own_fingerprint() -> None:
-    drafters: list[Drafter] = [
-        *(NoDrafter(), NGramDrafter(), NGramDrafter(4), AdaptiveNGramDrafter()),
-        AdaptiveNGramDrafter(order=8),
-        *(draft_model(seed=1), draft_model(seed=2), untrained_head(tiny_target())),
-    ]
-    found = [fingerprint(drafter) for drafter in drafters]
-    assert len(set(found)) == len(drafters)
-    assert [fingerprint(drafter) for drafter in drafters] == found
-
-
-def test_fingerprint_is_that_of_the_weights() -> None:
-    """A draft model's is that of its model, also if only one value differs."""
-    drafter = draft_model(seed=1)
-    assert fingerprint(drafter) == fingerprint(drafter.model) == fingerprint(draft_model(seed=1))
-    with torch.no_grad():
-        drafter.model.lm_head.weight[0, 0] += 1.0
-    assert fingerprint(drafter) != fingerprint(draft_model(seed=1))
 
 
 def test_recorded_fingerprints_of_the_bundled_pair_are_valid() -> None:
@@ -165,15 +124,6 @@ def folder(tmp_path: Path) -> Path:
     ranks = (torch.arange(VOCAB_SIZE) % 7).sort(descending=True, stable=True).indices
     write_ranks(tmp_path / RANKS_FILE, ranks)
     return tmp_path
-
-
-def test_tokens_are_the_most_frequent(folder: Path) -> None:
-    sixes = list(range(6, VOCAB_SIZE, 7))
-    assert select_tokens(3, folder, VOCAB_SIZE).tolist() == sixes[:3]
-    found = select_tokens(len(sixes) + 1, folder, VOCAB_SIZE).tolist()
-    assert found == [*sixes, 5]
-    every = select_tokens(folder / RANKS_FILE, folder, VOCAB_SIZE)
-    assert torch.equal(every.sort().values, torch.arange(VOCAB_SIZE))
 
 
 def test_invalid_sizes_and_rankings_are_refused(folder: Path) -> None:
@@ -214,14 +164,6 @@ def test_head_is_saved_and_loaded_with_its_vocabulary(folder: Path, tmp_path: Pa
         EagleFSD.from_pretrained(model, saved)
 
 
-def test_option_is_for_eagle_heads_that_are_to_be_loaded(folder: Path) -> None:
-    model = aligned_pair().model
-    with pytest.raises(ValueError, match="EAGLE-1/2 heads only; ngram is none"):
-        EagleFSD.from_pretrained(model, "ngram", draft_vocabulary=5)
-    with pytest.raises(TypeError, match="already loaded"):
-        EagleFSD.from_pretrained(model, aligned_pair().drafter, draft_vocabulary=5)
-
-
 def test_decoding_is_lossless_and_drafts_frequent_tokens_only(folder: Path) -> None:
     """With few tokens, fewer drafted ones are accepted."""
     whole = EagleFSD.from_pretrained(aligned_pair().model, folder)
@@ -237,22 +179,3 @@ def test_decoding_is_lossless_and_drafts_frequent_tokens_only(folder: Path) -> N
         taus.append(out.stats.tau)
     assert 1.0 < taus[0] < taus[1] < taus[2]
     assert taus[2] == pytest.approx(whole.generate(ids, max_new_tokens=40).stats.tau)
-
-
-def test_distributions_are_those_of_the_head_over_the_tokens(folder: Path) -> None:
-    """And so is JS over the whole vocabulary, where the head gives all other tokens nothing."""
-    pair = EagleFSD.from_pretrained(aligned_pair().model, folder, draft_vocabulary=30)
-    head, whole = pair.drafter, aligned_pair().drafter
-    assert isinstance(head, EagleHead)
-    assert isinstance(whole, EagleHead)
-    assert head.token_ids is not None
-    hidden = torch.randn(4, head.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        found, every = head.log_probs(hidden), whole.log_probs(hidden)
-        expected = every[:, head.token_ids].log_softmax(-1)
-        torch.testing.assert_close(found, expected)
-        log_p = torch.randn(4, VOCAB_SIZE).log_softmax(-1)
-        full = torch.full_like(log_p, -torch.inf).index_copy_(1, head.token_ids, found)
-    assert DIVERGENCES["js"](log_p, full).isfinite().all()
-    head.restrict_vocabulary(None)
-    assert torch.equal(head.log_probs(hidden), every)

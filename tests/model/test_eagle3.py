@@ -11,16 +11,13 @@ from eagle3_heads import (
     DRAFT_VOCAB_SIZE,
     aligned_eagle3_pair,
     draft_tokens,
-    random_eagle3_pair,
     target_model,
     untrained_eagle3,
 )
 from pairs import (
-    ACCEPT_ALL,
     LINEAR_ROPE,
     VOCAB_SIZE,
     RecordingRule,
-    answers,
     batch,
     drafted_trees,
     greedy_reference,
@@ -30,16 +27,14 @@ from pairs import (
     randomize,
     small_tree,
     small_vocabulary_config,
-    tiny_target,
 )
-from sampling_laws import MODES, assert_target_law, bound, distance, generate, histogram, target_law
+from sampling_laws import MODES, assert_target_law, generate, target_law
 from torch import Tensor
 from transformers import Gemma2Config, LlamaForCausalLM, Qwen3Config
 
-from eagle_fsd import EagleFSD, Origin, TreeConfig
+from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.model.divergence import DIVERGENCES, LOG_FLOOR, on_draft_vocabulary
-from eagle_fsd.model.drafters.eagle3 import Eagle3Flags, Eagle3Head, default_reads, layer_config
-from eagle_fsd.model.target import Target
+from eagle_fsd.model.drafters.eagle3 import Eagle3Flags, Eagle3Head, layer_config
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -193,21 +188,6 @@ def test_distributions_on_trees_match_the_formulas(variant: str) -> None:
     assert compared >= 20
 
 
-def test_drafted_tokens_are_the_mapped_ones() -> None:
-    pair, rule = random_eagle3_pair(), RecordingRule()
-    pair.generate(*batch(), max_new_tokens=8, rule=rule)
-    held = set(draft_tokens().tolist())
-    for inputs in rule.steps:
-        tree = inputs.tree
-        assert torch.equal(tree.token_ids, draft_tokens())
-        assert tree.draft_log_probs.shape[-1] == DRAFT_VOCAB_SIZE
-        assert set(tree.tokens[:, 1:].flatten().tolist()) <= held
-        best = tree.draft_log_probs[:, 0].argmax(-1)  # of the root
-        children = (tree.parents == 0) & (torch.arange(tree.size) > 0)
-        for row in range(len(best)):
-            assert draft_tokens()[best[row]] in tree.tokens[row, children[row]]
-
-
 @pytest.mark.parametrize(
     ("draft_vocab_size", "total_tokens", "depth", "top_k"),
     [(VOCAB_SIZE, 12, 3, 3), (70, 6, 4, 1), (70, 60, 6, 10)],
@@ -225,18 +205,6 @@ def test_greedy_output_matches_hugging_face_when_many_tokens_are_accepted(
     assert torch.equal(out.sequences, expected)
     assert out.stats.tau > 1.3
     assert len({tuple(row) for row in out.stats.accepted}) > 1
-
-
-def test_head_of_a_single_token_is_decoded_exactly() -> None:
-    """The trees are chains of that token, whatever ``top_k``."""
-    model = target_model()
-    pair = EagleFSD(model, untrained_eagle3(model, draft_vocab_size=1), small_tree())
-    ids, mask = batch()
-    out = pair.generate(ids, mask, max_new_tokens=8)
-    assert torch.equal(out.sequences, greedy_reference(model, ids, mask, new=8))
-    fuzzy = pair.generate(ids, mask, max_new_tokens=8, threshold=ACCEPT_ALL)
-    drafted = answers(fuzzy)[fuzzy.origins == Origin.FUZZY]
-    assert drafted.unique().tolist() == draft_tokens(1).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -259,14 +227,6 @@ def test_sampling_at_threshold_zero_has_the_distribution_of_the_target(
     """6000 identical prompts and three new tokens; see ``sampling_laws.py`` for the bounds."""
     draws = generate(tiny_pair, 6000, 3, seed=1, temperature=temperature, top_p=top_p)
     assert_target_law(draws, target_law(tiny_pair.model, 3, temperature, top_p))
-
-
-def test_sampling_with_an_infinite_threshold_has_another_distribution(tiny_pair: EagleFSD) -> None:
-    """A control: the same comparison detects another distribution."""
-    rows = 2000
-    draws = generate(tiny_pair, rows, 2, seed=1, temperature=1.0, threshold=math.inf)
-    law = target_law(tiny_pair.model, 2, 1.0)
-    assert distance(histogram(draws.answers, law.shape), law) > 2 * bound(law, rows)
 
 
 def reduced_distributions() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -293,12 +253,6 @@ def test_divergences_over_a_reduced_vocabulary() -> None:
         torch.testing.assert_close(found / -LOG_FLOOR, share * outside, rtol=0.01, atol=1e-3)
 
 
-def test_default_reads() -> None:
-    expected = {1: (0,), 2: (1,), 5: (2,), 6: (2, 3), 7: (2, 3, 4), 14: (2, 7, 11), 32: (2, 16, 29)}
-    for layers, reads in expected.items():
-        assert default_reads(layers) == reads
-
-
 def test_unsupported_heads_are_rejected() -> None:
     reads = (2, 3, 4)
     gemma = Gemma2Config(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=1)
@@ -315,18 +269,3 @@ def test_unsupported_heads_are_rejected() -> None:
             Eagle3Head(config, 32, size, reads)
     with pytest.raises(ValueError, match="norm_before_fc and fc_norm"):
         Eagle3Flags(norm_before_fc=True, fc_norm=True)
-
-
-def test_head_of_another_target_is_rejected() -> None:
-    head = untrained_eagle3(target_model())
-    for change, message in (
-        ({"hidden_size": 64}, "hidden size is 32, the target's is 64"),
-        ({"vocab_size": 128}, "vocabulary has 96 tokens, the target's has 128"),
-        ({"num_hidden_layers": 4}, "reads the input of layer 4, the target has layers 0 to 3"),
-    ):
-        other = tiny_target(**{"num_hidden_layers": 7, **change})
-        with pytest.raises(ValueError, match=message):
-            head.attach(Target(other))
-    for missing in ({"embedding": False}, {"draft_vocab_size": None}):
-        with pytest.raises(ValueError, match="its hidden size is 48, the target's is 32"):
-            untrained_eagle3(target_model(), **{"hidden_size": 48, "embedding": True, **missing})

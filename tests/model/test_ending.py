@@ -14,7 +14,6 @@ from pairs import (
     batch,
     greedy_reference,
     left_padded,
-    new_random_pair,
     prompt,
     random_pair,
     reference,
@@ -29,7 +28,6 @@ from transformers import (
 )
 
 from eagle_fsd import EagleFSD, Origin
-from eagle_fsd.model.self_check import check_target
 
 
 @pytest.mark.parametrize("threshold", [0.0, ACCEPT_ALL])
@@ -76,36 +74,16 @@ def test_eos_tokens_end_rows_as_in_hugging_face(method: str, aligned: bool, coun
     assert (out.origins[0] == Origin.PADDING).any()
 
 
-def test_eos_token_truncates_a_fuzzy_step() -> None:
-    pair, ids = aligned_pair(), prompt(6, 3)
-    free = answers(pair.generate(ids, max_new_tokens=12, threshold=ACCEPT_ALL))[0].tolist()
-    for eos in free[:6]:
-        out = pair.generate(ids, max_new_tokens=12, threshold=ACCEPT_ALL, eos_token_id=eos)
-        assert answers(out)[0].tolist() == free[: free.index(eos) + 1]
-
-
-def test_eos_token_defaults_to_that_of_the_target() -> None:
-    ids = prompt(6, 3)
-    model = tiny_target()
-    free = greedy_reference(model, ids, new=20)[0, 6:]
-    model.generation_config.eos_token_id = [int(free[9]), int(free[15])]
-    model.generation_config.pad_token_id = 0
-    out = EagleFSD(model, untrained_head(model), small_tree()).generate(ids, max_new_tokens=20)
-    expected = model.generate(ids, max_new_tokens=20, do_sample=False)
-    assert torch.equal(out.sequences, expected)
-    assert expected.shape[1] < 26
-
-
-def test_pad_token_of_the_target_marks_prompts_and_fills_ended_rows() -> None:
+def test_tokens_of_the_target_mark_prompts_end_rows_and_fill_them() -> None:
     """Without an attention mask, padding tokens are not part of a prompt, as in Hugging Face."""
     model = tiny_target(pad_token_id=0)
     model.generation_config.pad_token_id = 0
     pair = EagleFSD(model, untrained_head(model), small_tree())
     ids, mask = batch()
     free = greedy_reference(model, ids, mask, new=NEW_TOKENS)
-    eos = int(free[0, ids.shape[1] + 4])
-    expected = greedy_reference(model, ids, mask, new=NEW_TOKENS, eos_token_id=eos)
-    out = pair.generate(ids, max_new_tokens=NEW_TOKENS, eos_token_id=eos)
+    model.generation_config.eos_token_id = [int(free[0, ids.shape[1] + at]) for at in (4, 15)]
+    expected = greedy_reference(model, ids, mask, new=NEW_TOKENS)
+    out = pair.generate(ids, max_new_tokens=NEW_TOKENS)
     assert torch.equal(out.sequences, expected)
     assert (out.sequences[0, -5:] == 0).all()
 
@@ -165,15 +143,3 @@ def test_rows_beside_a_long_prompt_keep_their_room(caplog: pytest.LogCaptureFixt
     assert "has room for only 4 new tokens" in caplog.text
     assert torch.equal(out.sequences[:1, 44:48], greedy_reference(model, long, new=4)[:, 44:])
     assert torch.equal(answers(out)[1:], greedy_reference(model, short, new=30)[:, 5:])
-
-
-def test_ended_rows_are_dropped_from_the_batch() -> None:
-    """Later passes are smaller."""
-    pair, (ids, mask) = new_random_pair(), batch()
-    free, rows = reference()[:, ids.shape[1] :], []
-    check_target(pair.target)
-    pair.model.lm_head.register_forward_hook(lambda _m, args, _o: rows.append(len(args[0])))
-    eos = [int(free[0, 2]), int(free[2, 5])]
-    pair.generate(ids, mask, 20, eos_token_id=eos, method="ar")
-    assert rows == sorted(rows, reverse=True)
-    assert rows[-1] < rows[0] == 4

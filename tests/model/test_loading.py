@@ -13,10 +13,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from pairs import (
-    NEW_TOKENS,
-    batch,
     prompt,
-    reference,
     tiny_target,
     tokenizer,
     untrained_head,
@@ -90,27 +87,13 @@ def test_damaged_files_raise_one_line(folder: Path) -> None:
     assert_raises(lambda: load_tokenizer(folder), words)
     (folder / "tokenizer_config.json").unlink()
     assert_raises(lambda: load_tokenizer(folder), words)
-    (folder / "model.safetensors").unlink()
-    assert_raises(lambda: load_target(folder), target + r".*model\.safetensors")
-
-
-def test_truncated_weights_raise_one_line(folder: Path) -> None:
-    """An interrupted download: in the weights, in the header, before the first byte."""
     file = folder / "model.safetensors"
     whole = file.read_bytes()
-    for left in (0.99, 0.5, 0.01, 0.0):
+    for left in (0.99, 0.01, 0.0):  # an interrupted download
         file.write_bytes(whole[: int(len(whole) * left)])
-        assert_raises(lambda: load_target(folder), f"cannot load the target {folder}: .*header")
-
-
-def test_truncated_tokenizer_raises_one_line_on_first_use(folder: Path) -> None:
-    """Decoding ids does not need it."""
-    file = folder / "tokenizer.json"
-    text = file.read_text()
-    file.write_text(text[: len(text) // 2])
-    pair = EagleFSD.from_pretrained(folder, untrained_head(tiny_target()))
-    assert pair.generate(prompt(4), max_new_tokens=2).stats.tokens == 2
-    assert_raises(lambda: pair.tokenizer, f"cannot load the tokenizer of {folder}: .*line")
+        assert_raises(lambda: load_target(folder), target + ".*header")
+    file.unlink()
+    assert_raises(lambda: load_target(folder), target + r".*model\.safetensors")
 
 
 def test_unknown_dtype_or_device_raises_one_line(folder: Path) -> None:
@@ -143,26 +126,6 @@ def test_dtype_on_a_cpu_defaults_to_float32(folder: Path) -> None:
         ("float32", "auto", torch.float32),
     ):
         assert load_target(folder, dtype, device_map).dtype == expected
-
-
-@without_gpu
-def test_target_placed_by_a_device_map_decodes_the_same(tmp_path: Path) -> None:
-    model = tiny_target()
-    model.save_pretrained(tmp_path)
-    pair = EagleFSD.from_pretrained(tmp_path, untrained_head(model), device_map="auto")
-    assert torch.equal(pair.generate(*batch(), NEW_TOKENS).sequences, reference())
-
-
-def test_layers_offloaded_to_disk_raise_one_line(folder: Path, tmp_path: Path) -> None:
-    parts = ["model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"]
-    device_map = {**dict.fromkeys(parts, "cpu"), "model.layers.1": "disk"}
-    pair = EagleFSD.from_pretrained(
-        folder,
-        untrained_head(tiny_target()),
-        device_map=device_map,
-        offload_folder=str(tmp_path / "offload"),
-    )
-    assert_raises(lambda: pair.generate(prompt(4), max_new_tokens=2), "offloaded", ValueError)
 
 
 SMALL: dict[str, Any] = {
@@ -273,13 +236,7 @@ DAMAGE: dict[str, Callable[[Path, dict[str, Tensor]], object]] = {
         {"lm_head.weight": tensors["lm_head.weight"].to(torch.int8)}
     ),
     "there is no weight of Linear": lambda _folder, tensors: tensors.pop("lm_head.weight"),
-    "size mismatch for model.embed_tokens.weight": lambda _folder, tensors: tensors.update(
-        {"model.embed_tokens.weight": torch.ones(96, 8)}
-    ),
     "it has an adapter": lambda folder, _tensors: (folder / "adapter_config.json").write_text("{}"),
-    "its configuration has no dtype": lambda folder, _tensors: (folder / "config.json").write_text(
-        (folder / "config.json").read_text().replace('"dtype"', '"other"')
-    ),
     r"there is none of model\.safetensors, ": lambda _folder, tensors: tensors.clear(),
 }
 
@@ -301,15 +258,6 @@ def test_embeddings_that_cannot_be_loaded_alone_raise_one_line(tmp_path: Path) -
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:100])
     assert_raises(partial(load_embeddings, folder), start.format(folder) + ".*header")
-
-
-def test_embeddings_are_placed_on_one_device(folder: Path) -> None:
-    assert load_embeddings(folder, device="auto").lm_head.weight.device.type in ("cpu", "cuda")
-    assert load_embeddings(folder, device=torch.device("cpu")).lm_head.weight.is_cpu
-    assert_raises(lambda: load_embeddings(folder, device="cuda:99"), "does not exist", ValueError)
-    assert_raises(lambda: load_embeddings(folder, "int8"), "dtype must be one of", ValueError)
-    missing = folder / "nowhere"
-    assert_raises(lambda: load_embeddings(missing), f"{missing} is not a folder")
 
 
 def test_loading_option_for_a_loaded_target_raises(folder: Path) -> None:

@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from pairs import (
     ACCEPT_ALL,
-    VOCAB_SIZE,
     aligned_pair,
     greedy_reference,
     left_padded,
     prompt,
     small_tree,
     small_vocabulary_config,
-    tiny_target,
 )
 from rules import RULES
 from sampling_laws import MODES, assert_target_law, generate, target_law
 from transformers import LlamaForCausalLM
 
-from eagle_fsd import EagleFSD, Origin, SamplingConfig, TreeConfig
+from eagle_fsd import EagleFSD, Origin, TreeConfig
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
-from eagle_fsd.model.drafters import ngram
 from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.drafters.ngram import AdaptiveNGramDrafter, NGramDrafter, grow
 from eagle_fsd.model.random_numbers import RandomNumbers
-from eagle_fsd.model.sampling import Sampler
-from eagle_fsd.model.target import Target
 from eagle_fsd.model.tree import DraftTree
-from eagle_fsd.model.verify import WHOLE_PATHS, AcceptanceRule, verify
-from eagle_fsd.model.vocabulary import Distributions
+from eagle_fsd.model.verify import AcceptanceRule
 
 DRAFTERS = {
     "ngram": NGramDrafter,
@@ -94,20 +87,6 @@ def test_prompt_lookup_agrees_with_its_definition(
     assert [count for _, count in found] == sorted(counts.values(), reverse=True)
 
 
-def test_counts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompt lookup considers the latest occurrences; a table forgets the oldest and rarest."""
-    drafter = AdaptiveNGramDrafter(2, 2)
-    assert followers(drafter, [1, 2, 1, 3, 1, 4, 1, 2, 1, 3, 1]) == [(3, 2), (2, 2), (4, 1)]
-    drafter = AdaptiveNGramDrafter(2, 2, capacity=3)
-    followers(drafter, [1, 2, 3, 4, 5])
-    assert list(drafter.table) == [(2,), (3,), (4,)]
-    monkeypatch.setattr(ngram, "MAX_OCCURRENCES", 2)
-    assert followers(NGramDrafter(), [1, 2, 1, 3, 1, 4, 1]) == [(4, 1), (3, 1)]
-    monkeypatch.setattr(ngram, "MAX_FOLLOWERS", 2)
-    drafter = AdaptiveNGramDrafter(2, 2)
-    assert followers(drafter, [1, 2, 1, 2, 1, 3, 1, 4, 1]) == [(2, 2), (4, 1)]
-
-
 @given(st.lists(sequences, min_size=1, max_size=3), st.integers(1, 4), st.integers(0, 3))
 def test_table_counts_every_ngram(rows: list[list[int]], min_order: int, more: int) -> None:
     """Over several rows, backing off to the longest context that was seen."""
@@ -141,14 +120,6 @@ def test_invalid_option_is_named() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             make()
-
-
-def test_table_of_another_vocabulary_is_rejected() -> None:
-    drafter = AdaptiveNGramDrafter().attach(Target(tiny_target()))
-    drafter.attach(Target(tiny_target("qwen2")))
-    followers(drafter, [1, 2, 3])
-    with pytest.raises(ValueError, match="learned over 96 tokens, but the target has 80"):
-        drafter.attach(Target(tiny_target(vocab_size=80)))
 
 
 @given(
@@ -242,88 +213,6 @@ def test_drafted_trees_are_valid(rows: list[list[int]], name: str, config: TreeC
         assert {i for i in range(tree.size) if tree.draft_rows[row, i] >= 0} == inner
         used = sorted(tree.draft_rows[row, sorted(inner)].tolist())
         assert used == list(range(len(inner)))
-
-
-def test_tree_is_its_root_if_no_row_has_a_continuation() -> None:
-    """Uni-grams always have one."""
-    for name, config in itertools.product(DRAFTERS, TREES):
-        tree = draft(DRAFTERS[name](), [[1, 2, 3], [4]], config)
-        if name == "adaptive-unigram":
-            assert tree.size > 1
-        else:
-            assert (tree.size, tree.max_depth, tree.draft_log_probs.numel()) == (1, 0, 0)
-
-
-def row_alone(tree: DraftTree, row: int) -> tuple[DraftTree, list[int]]:
-    """Return one row without its padding, and the nodes that it keeps."""
-    nodes = [0] + [i for i in range(1, tree.size) if tree.depths[row, i]]
-    place = {node: index for index, node in enumerate(nodes)}
-    parents = torch.tensor([[place[int(tree.parents[row, node])] for node in nodes]])
-    return DraftTree(
-        tokens=tree.tokens[row : row + 1, nodes],
-        parents=parents,
-        depths=tree.depths[row : row + 1, nodes],
-        ancestors=tree.ancestors[row : row + 1, nodes][:, :, nodes],
-        draft_rows=tree.draft_rows[row : row + 1, nodes],
-        draft_log_probs=tree.draft_log_probs[row : row + 1],
-        max_depth=tree.max_depth,
-    ), nodes
-
-
-@given(
-    st.sampled_from(ALL_RULES),
-    st.sampled_from(["exact", "stop"]),
-    st.sampled_from(["longest", "priced", "target", "sample"]),
-    st.sampled_from([0.0, 0.8]),
-    st.sampled_from([0.0, 3.0, 30.0]),
-    st.integers(0, 2**31),
-)
-def test_padding_changes_nothing(
-    rule: AcceptanceRule,
-    fallback: str,
-    selection: str,
-    temperature: float,
-    bias: float,
-    seed: int,
-) -> None:
-    """No padding is kept, and every row emits what it emits without padding."""
-    assume(selection in WHOLE_PATHS or not rule.judges_paths)
-    rows = [[1, 2, 3, 1, 2, 4, 1], [5, 6], [3, 3, 3], [7, 0, 7, 0, 7]]
-    tree = draft(NGramDrafter(), rows, TREES[2])
-    padding = tree.depths == 0
-    padding[:, 0] = False
-    assert padding[1, 1:].all()
-    assert not tree.tokens[padding].any()
-    sampler = Sampler(
-        SamplingConfig(temperature=temperature),
-        draw_from_draft=rule.needs_drawn or selection == "sample",
-        draw_uniform=rule.needs_uniform,
-    )
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(len(rows), tree.size, VOCAB_SIZE, generator=generator)
-    logits[..., 0] += bias
-    inputs = sampler(tree, logits, RandomNumbers.seeded(seed, len(rows)))
-    kept = verify(inputs, rule, fallback, selection, 0.5)
-    for row in range(len(rows)):
-        alone, nodes = row_alone(tree, row)
-        own = {"tree": alone, "warped_draft": None}
-        for name in ("raw", "processed", "warped"):
-            law = getattr(inputs, name)
-            here = (value[row : row + 1, nodes] for value in (law.logits, law.peak, law.log_total))
-            own[name] = Distributions(*here, law.temperature)
-        for name in ("sampled", "drawn", "uniform"):
-            value = getattr(inputs, name)
-            own[name] = None if value is None else value[row : row + 1, nodes]
-        if inputs.warped_draft is not None:
-            warped = inputs.warped_draft.dense()[row : row + 1]
-            own["warped_draft"] = Distributions.normalized(warped)
-        expected = verify(type(inputs)(**own), rule, fallback, selection, 0.5)
-        count = int(expected.count)
-        assert kept.count[row] == count
-        assert torch.equal(kept.tokens[row, :count], expected.tokens[0, :count])
-        assert torch.equal(kept.origins[row], expected.origins[0])
-        path = [nodes.index(node) for node in kept.path[row, :count].tolist()]
-        assert path == expected.path[0, :count].tolist()
 
 
 def copying_pair(drafter: Drafter, tree: TreeConfig = TREES[1]) -> EagleFSD:

@@ -11,8 +11,7 @@ import pytest
 import torch
 from pairs import (
     ACCEPT_ALL,
-    ARCHITECTURES,
-    DEVICES,
+    DEFAULT_ARCHITECTURE,
     RecordingRule,
     aligned_pair,
     batch,
@@ -32,19 +31,19 @@ from eagle_fsd.model.config import MIN_TEMPERATURE
 from eagle_fsd.model.step import TokenDetail
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", [DEFAULT_ARCHITECTURE, "llama-linear-rope-tied", "mistral-wide-window"]
+)
 def test_distributions_at_tree_nodes_match_recomputation_without_a_cache(
-    architecture: str, device: str
+    architecture: str,
 ) -> None:
     """Whole paths are accepted at every step, so a wrong slot in either cache would show."""
-    pair = random_pair(architecture, device)
+    pair = random_pair(architecture)
     ids, mask = left_padded(prompt(6, 1), prompt(1, 3), prompt(11, 2))
-    ids, mask = ids.to(device), mask.to(device)
     rule = RecordingRule()
     prefixes = [[row[kept.bool()]] for row, kept in zip(ids, mask, strict=True)]  # of each step
     for chunk in pair.stream(ids, attention_mask=mask, max_new_tokens=12, rule=rule):
-        new = torch.tensor(chunk.tokens, device=device)
+        new = torch.tensor(chunk.tokens)
         prefixes[chunk.row].append(torch.cat([prefixes[chunk.row][-1], new]))
     assert len(rule.steps) >= 3
     assert 12 / len(rule.steps) > 1.5
@@ -52,7 +51,7 @@ def test_distributions_at_tree_nodes_match_recomputation_without_a_cache(
         tree = inputs.tree
         for row, node in itertools.product(range(3), range(tree.size)):
             prefix = prefixes[row][step]
-            path = torch.tensor(path_to(tree, row, node)[1:], dtype=torch.long, device=device)
+            path = torch.tensor(path_to(tree, row, node)[1:], dtype=torch.long)
             logits, features = plain_logits(pair.model, torch.cat([prefix, path]))
             expected = logits[-1].log_softmax(-1)
             torch.testing.assert_close(
@@ -81,33 +80,6 @@ def _draft_without_cache(pair: EagleFSD, features: Tensor, tokens: Tensor, path:
             predicted = pair.drafter(features[None], extended[None], positions[None])[0]
             features = torch.cat([features, predicted[-1:]])
         return pair.drafter.log_probs(predicted[-1])
-
-
-def test_origin_is_fuzzy_exactly_where_the_target_prefers_another_token() -> None:
-    """Compared with a plain pass over the emitted tokens."""
-    pair = aligned_pair()
-    out = pair.generate(prompt(6), max_new_tokens=40, threshold=ACCEPT_ALL)
-    text = out.sequences[0]
-    best = plain_logits(pair.model, text)[0].argmax(-1)[5:-1]
-    agrees = best == text[6:]
-    assert torch.equal(agrees, out.origins[0] != Origin.FUZZY)
-    assert not agrees.all()
-
-
-def test_scalar_overrides_one_field_of_the_models_acceptance() -> None:
-    """A config object replaces all of them."""
-    base, ids = random_pair(), prompt(6, 3)
-    acceptance = AcceptanceConfig(threshold=ACCEPT_ALL, selection="target")
-    pair = EagleFSD(base.model, base.drafter, base.tree, acceptance)
-
-    def answer(pair: EagleFSD, **options: Any) -> list[int]:
-        return pair.generate(ids, max_new_tokens=20, **options).sequences[0].tolist()
-
-    assert answer(pair) == answer(base, acceptance=acceptance)
-    assert answer(pair, acceptance=AcceptanceConfig()) == answer(base)
-    changed = acceptance.updated(min_ratio=0.5)
-    assert answer(pair, min_ratio=0.5) == answer(base, acceptance=changed)
-    assert answer(base) != answer(pair) != answer(pair, min_ratio=0.5)
 
 
 def test_custom_rule_gets_the_inputs_it_declares() -> None:
@@ -161,18 +133,6 @@ def test_statistics_agree_with_the_emitted_tokens(threshold: float) -> None:
     assert set(stats["seconds"]) >= {"prefill", "draft", "target", "verify", "cache"}
     assert all(value >= 0 for value in stats["seconds"].values())
     assert stats["seconds"]["target"] > 0
-
-
-def test_output_starts_with_the_prompts_unchanged() -> None:
-    """Including their padding; the caller's tensors are not modified."""
-    ids, mask = batch()
-    before = ids.clone(), mask.clone()
-    out = aligned_pair().generate(ids, attention_mask=mask, max_new_tokens=5)
-    assert torch.equal(ids, before[0])
-    assert torch.equal(mask, before[1])
-    assert torch.equal(out.sequences[:, : ids.shape[1]], ids)
-    assert out.sequences.dtype == ids.dtype
-    assert out.origins.dtype == torch.uint8
 
 
 def test_numpy_scalars_and_tensors_count_as_numbers() -> None:
@@ -260,18 +220,3 @@ def test_log_probabilities_match_a_plain_pass(options: dict[str, Any]) -> None:
             if options.get("method") == "ar":
                 assert detail.divergence is None
     assert (stream.output().sequences == pair.generate(ids, mask, **options).sequences).all()
-
-
-def test_divergence_of_a_fuzzy_token_is_below_the_threshold() -> None:
-    pair = aligned_pair()
-    ids, mask = batch()
-    fuzzy = 0
-    for threshold in (0.05, 0.2, 0.5):
-        stream = pair.stream(ids, mask, max_new_tokens=24, threshold=threshold, details=0)
-        for chunk in stream:
-            for origin, detail in zip(chunk.origins, chunk.details, strict=True):
-                assert detail.top == []
-                if origin == Origin.FUZZY:
-                    fuzzy += 1
-                    assert 0.0 <= detail.divergence < threshold
-    assert fuzzy >= 5

@@ -59,17 +59,6 @@ def test_turns_process_only_new_tokens_and_give_the_same_answers(drafter: str) -
             ids = [*found, 7 + turn, 30, 31]
 
 
-def test_edited_history_keeps_the_common_prefix() -> None:
-    model, cache = aligned_pair(), PrefixCache()
-    first, *_ = decode(model, [3, 17, 5, 40, 8], cache)
-    edited = [*first[:9], 50, 51, 52]
-    found, _, stats = decode(model, edited, cache)
-    assert found == decode(model, edited, None)[0]
-    assert stats.prefilled == 3  # token 8, whose feature is needed, and the edit except its last
-    other = [60, 61, 62]
-    assert decode(model, other, cache)[0] == decode(model, other, None)[0]
-
-
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=5))
 @settings(max_examples=settings().max_examples // 6)
 def test_answers_do_not_depend_on_earlier_turns(turns: list[tuple[int, int]]) -> None:
@@ -103,18 +92,6 @@ def test_interrupted_call_leaves_the_cache_usable() -> None:
         decode(model, longer, cache)
     hook.remove()
     assert decode(model, longer, cache)[0] == decode(model, longer, None)[0]
-
-
-def test_caches_grow_and_keep_their_content() -> None:
-    model, cache = aligned_pair(), PrefixCache()
-    cache.spare = 0
-    ids, *_ = decode(model, [3, 17, 5], cache, max_new_tokens=4)
-    before = cache.target_cache
-    longer = [*ids, *range(20, 60)]
-    found, _, stats = decode(model, longer, cache)
-    assert found == decode(model, longer, None)[0]
-    assert stats.prefilled < len(longer) - 1
-    assert cache.target_cache is not before
 
 
 def test_cache_needs_a_single_prompt_and_its_own_model() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from pairs import (
     ACCEPT_ALL,
-    NEW_TOKENS,
     VOCAB_SIZE,
     RecordingRule,
     aligned_pair,
@@ -22,25 +21,17 @@ from pairs import (
     path_to,
     prompt,
     random_pair,
-    reference,
 )
 from torch import Tensor
 from transformers import (
     ClassifierFreeGuidanceLogitsProcessor,
     LogitsProcessor,
-    LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
     SynthIDTextWatermarkingConfig,
     SynthIDTextWatermarkLogitsProcessor,
 )
-from transformers.generation import logits_process
 
 from eagle_fsd import AcceptanceConfig
-from eagle_fsd.model.sampling import ACROSS_ROWS, STATEFUL
 
 PROCESSORS: dict[str, dict[str, Any]] = {
     "repetition penalty": {"repetition_penalty": 1.6},
@@ -73,27 +64,6 @@ def test_processor_of_a_generation_config_matches_hugging_face() -> None:
         assert expected.shape != plain.shape or not torch.equal(expected, plain), name
         options["custom_generate"] = pair.custom_generate
         assert torch.equal(greedy_reference(pair.model, ids, mask, new=14, **options), expected)
-
-
-def test_processors_passed_to_generate_match_hugging_face() -> None:
-    """Both loops use the same list of processors."""
-    pair = aligned_pair()
-    ids, mask = batch()
-    processors = LogitsProcessorList(
-        [
-            RepetitionPenaltyLogitsProcessor(1.4),
-            NoRepeatNGramLogitsProcessor(2),
-            SuppressTokensLogitsProcessor([3, 4, 5, 6]),
-            PrefixConstrainedLogitsProcessor(allowed_tokens, num_beams=1),
-            MinNewTokensLengthLogitsProcessor(ids.shape[1], 10, list(range(10, 40))),
-            HashProcessor(2.0),
-        ]
-    )
-    expected = greedy_reference(pair.model, ids, mask, new=16, logits_processor=processors)
-    for method in ("fsd", "ar"):
-        out = pair.generate(ids, mask, 16, logits_processor=processors, method=method)
-        assert torch.equal(out.sequences, expected)
-    assert not torch.equal(expected[:, ids.shape[1] :], reference(aligned=True)[:, -NEW_TOKENS:-8])
 
 
 class HashProcessor(LogitsProcessor):
@@ -229,46 +199,3 @@ def test_unsupported_processor_raises_one_line() -> None:
     ):
         with pytest.raises(ValueError, match=f"^{name} is not supported"):
             greedy_reference(pair.model, prompt(5), custom_generate=pair.custom_generate, **options)
-
-
-#: Processors whose result depends on nothing but a row's prefix and logits.
-PURE = {
-    "AlternatingCodebooks",
-    "BarkEosPrioritizer",
-    "EncoderNoRepeatNGram",
-    "EncoderRepetitionPenalty",
-    "Epsilon",
-    "Eta",
-    "ExponentialDecayLengthPenalty",
-    "ForcedBOSToken",
-    "ForcedEOSToken",
-    "InfNanRemove",
-    "LogitNormalization",
-    "MinLength",
-    "MinNewTokensLength",
-    "MinP",
-    "NoBadWords",
-    "NoRepeatNGram",
-    "PrefixConstrained",
-    "RepetitionPenalty",
-    "SequenceBias",
-    "SuppressTokens",
-    "SuppressTokensAtBegin",
-    "Temperature",
-    "TopH",
-    "TopK",
-    "TopP",
-    "Typical",
-    "Watermark",
-    "WhisperTimeStamp",
-}
-
-
-def test_every_processor_of_transformers_is_classified() -> None:
-    """A new processor must be added to one of the lists, after reading how it works."""
-    rejected = {*STATEFUL, *ACROSS_ROWS}
-    for name, item in vars(logits_process).items():
-        if isinstance(item, type) and issubclass(item, LogitsProcessor):
-            short = name.removesuffix("LogitsProcessor").removesuffix("LogitsWarper")
-            if item is not LogitsProcessor:
-                assert (item in rejected) != (short in PURE), name

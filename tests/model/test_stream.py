@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,7 +14,6 @@ import pytest
 import torch
 from pairs import (
     ACCEPT_ALL,
-    DEVICES,
     aligned_pair,
     answers,
     batch,
@@ -81,25 +80,6 @@ def test_stream_decodes_one_step_per_iteration_and_can_be_closed() -> None:
     assert torch.equal(out.sequences, greedy_reference(pair.model, prompt(6), new=8))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_time_between_chunks_is_not_counted(device: str) -> None:
-    """A slow consumer must not make decoding look slow."""
-    pair = new_random_pair(device=device)
-    ids, mask = (item.to(device) for item in batch())
-    began = time.perf_counter()
-    stream = pair.stream(ids, attention_mask=mask, max_new_tokens=6)
-    slept = 0.0
-    for _ in stream:
-        pause = time.perf_counter()
-        time.sleep(0.02)
-        slept += time.perf_counter() - pause
-    wall = time.perf_counter() - began
-    seconds = stream.output().stats.seconds
-    assert slept > 0.1
-    assert sum(seconds.values()) < wall - slept + 0.01
-    assert min(seconds[phase] for phase in ("prefill", "target", "verify", "host")) > 0.0
-
-
 @pytest.fixture
 def frequent_thread_switches() -> Iterator[None]:
     interval = sys.getswitchinterval()
@@ -109,12 +89,12 @@ def frequent_thread_switches() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("frequent_thread_switches")
-@pytest.mark.parametrize("options", [{"threshold": ACCEPT_ALL}, {"temperature": 0.9, "seed": 6}])
-def test_threads_on_one_model_give_the_same_output_as_alone(options: dict[str, Any]) -> None:
+def test_threads_on_one_model_give_the_same_output_as_alone() -> None:
     """Each pass waits halfway until the other thread has run."""
+    options = {"threshold": ACCEPT_ALL, "temperature": 0.9, "seed": 6}
     pair = new_random_pair()
     prompts = [batch(), (prompt(9, 4), torch.ones(1, 9))]
-    alone = [pair.generate(*item, max_new_tokens=20, **options) for item in prompts]
+    alone = [pair.generate(*item, max_new_tokens=12, **options) for item in prompts]
     order: list[int] = []
 
     turn, ended = threading.Condition(), []
@@ -133,7 +113,7 @@ def test_threads_on_one_model_give_the_same_output_as_alone(options: dict[str, A
     def decode(number: int) -> list[GenerateOutput]:
         start.wait(60)
         try:
-            return [pair.generate(*prompts[number], max_new_tokens=20, **options) for _ in range(3)]
+            return [pair.generate(*prompts[number], max_new_tokens=12, **options) for _ in range(3)]
         finally:
             with turn:
                 ended.append(number)
@@ -168,6 +148,10 @@ class Collector(BaseStreamer):
 def test_streamer_receives_the_prompt_and_then_each_step() -> None:
     pair, ids, collector = aligned_pair(), prompt(6, 3), Collector()
     out = pair.generate(ids, max_new_tokens=15, streamer=collector)
+    bound = Collector()  # Hugging Face does not pass a streamer on
+    decode = functools.partial(pair.custom_generate, streamer=bound)
+    greedy_reference(pair.model, ids, new=15, custom_generate=decode)
+    assert (bound.puts, bound.ended) == (collector.puts, 1)
     assert collector.ended == 1
     assert collector.puts[0] == ids[0].tolist()
     assert joined(collector.puts[1:]) == answers(out)[0].tolist()

@@ -13,7 +13,6 @@ from pairs import (
     aligned_pair,
     greedy_reference,
     left_padded,
-    new_random_pair,
     plain_logits,
     prompt,
     random_pair,
@@ -83,7 +82,7 @@ def test_unsupported_targets_are_rejected() -> None:
 
 def test_decoding_does_not_change_the_model() -> None:
     """Also when a pass fails."""
-    model, ids = tiny_target(attention_bias=True, mlp_bias=True), prompt(7)
+    model, ids = tiny_target(), prompt(7)
     before = greedy_reference(model, ids, new=8)
     pair = EagleFSD(model, untrained_head(model))
     assert torch.equal(pair.generate(ids, max_new_tokens=8).sequences, before)
@@ -92,19 +91,8 @@ def test_decoding_does_not_change_the_model() -> None:
         pair.generate(ids, max_new_tokens=8)
     handle.remove()
     assert not any(module._forward_hooks for module in model.modules())
+    assert model.config._attn_implementation == "sdpa"
     assert torch.equal(greedy_reference(model, ids, new=8), before)
-
-
-def test_output_projection_in_float32_on_bfloat16_layers() -> None:
-    """The cache, the masks and the head have the dtype of the layers."""
-    model = tiny_target(dtype=torch.bfloat16, tie_word_embeddings=False)
-    model.lm_head.float()
-    model.lm_head.register_forward_pre_hook(lambda _m, args: (args[0].float(),))
-    pair = EagleFSD(model, untrained_head(model).to(torch.bfloat16), small_tree())
-    ids = prompt(9)
-    expected = greedy_reference(model, ids, new=16)
-    for method in ("fsd", "ar"):
-        assert torch.equal(pair.generate(ids, None, 16, method=method).sequences, expected)
 
 
 def test_decoding_under_autocast() -> None:
@@ -214,26 +202,3 @@ def test_head_needs_a_target_whose_logits_are_a_projection() -> None:
             pair.generate(ids, max_new_tokens=4)
     plain = pair.generate(ids, max_new_tokens=4, method="ar")
     assert torch.equal(plain.sequences, greedy_reference(model, ids, new=4))
-
-
-def test_exception_in_a_pass_is_reported_in_one_line() -> None:
-    model = tiny_target()
-
-    def fail(*_: object) -> Tensor:
-        raise KeyError("no such\nlayer")
-
-    model.lm_head.register_forward_hook(fail)
-    _reject(model, r"fails \(KeyError: 'no such")
-
-
-def test_target_is_checked_once() -> None:
-    """Also when another object wraps the same model."""
-    pair = new_random_pair()
-    passes: list[int] = []
-    pair.model.base_model.register_forward_hook(lambda *_: passes.append(1))
-    out = pair.generate(prompt(5), max_new_tokens=4, method="ar")
-    first = len(passes)
-    assert torch.equal(out.sequences, greedy_reference(pair.model, prompt(5), new=4))
-    passes.clear()
-    EagleFSD(pair.model, None).generate(prompt(5), max_new_tokens=4, method="ar")
-    assert first == len(passes) + 3 == 5 + 3

@@ -16,8 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from eagle_fsd.model.checkpoint import save_head
 from eagle_fsd.model.loading import LoadError, load_target
-from eagle_fsd.model.target import Target
-from eagle_fsd.model.weights import plain_tensors, whole
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 TESTS = Path(__file__).parents[1]
@@ -86,21 +84,6 @@ def test_layers_are_split_and_numbers_agreed(split: list[dict[str, Any]]) -> Non
     assert [found["rows"] for found in split] == [MODEL_SIZES["intermediate_size"] // 2] * 2
     assert [found["agreed"] for found in split] == [5, 5]
     assert [found["one_device"] for found in split] == [False, False]
-
-
-def test_whole_target_has_no_group() -> None:
-    target = Target(tiny_target())
-    assert target.group is None
-    assert target.agree(7) == 7
-    weight = target.lm_head.weight
-    assert whole(weight) is weight
-    assert plain_tensors(weight)[0] is weight
-
-
-def test_plan_excludes_a_device_map(tmp_path: Path) -> None:
-    tiny_target().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="tp_plan and device_map exclude each other"):
-        load_target(tmp_path, device_map="cpu", tp_plan="auto")
 
 
 def test_processes_that_were_not_started_raise_one_line(

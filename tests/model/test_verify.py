@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -27,14 +24,11 @@ from trees import (
 
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.probe import DivergenceProbe
-from eagle_fsd.model.tree import single_node
 from eagle_fsd.model.verify import (
     Origin,
     VerificationInputs,
     verify,
-    verify_root,
 )
-from eagle_fsd.model.vocabulary import Distributions
 
 #   0 --A-- 1 --C-- 3 --B-- 6
 #   |       +---D-- 4
@@ -61,100 +55,12 @@ def _inputs(
     return make_inputs(make_tree(PARENTS, TOKENS, q), table, sampled, drawn, masked)
 
 
-@pytest.mark.parametrize("selection", ["longest", "target", "sample"])
-def test_samples_are_followed_while_they_are_in_the_tree(selection: str) -> None:
-    """Every gate is closed: by the rule, by ``T = 0``, or by divergences above ``T``."""
-    for sampled, tokens, path in (
-        # Nothing is accepted: the root's sample is not in the tree.
-        ([D, C, A, B, E, E, E], [D], [0]),
-        # An inner node: A is in the tree, what follows it is not. Below B everything would match.
-        ([A, B, A, B, E, E, E], [A, B], [0, 1]),
-        # An inner node one level down.
-        ([A, C, A, A, E, E, E], [A, C, A], [0, 1, 3]),
-        # A leaf that is not the deepest.
-        ([B, C, A, B, E, D, E], [B, A, D], [0, 2, 5]),
-        # The longest path, and the bonus token after its leaf.
-        ([A, C, A, B, E, D, C], [A, C, B, C], [0, 1, 3, 6]),
-    ):
-        inputs = _inputs(sampled, drawn=[B, D, A, B, E, E, E])
-        for rule in (ExactRule(), FuzzyRule(0.0), FSD):
-            kept = verify(inputs, rule, selection=selection)
-            assert outcome(kept) == (tokens, [EXACT] * (len(tokens) - 1) + [TARGET], path)
-
-
-def test_single_node_emits_its_sample() -> None:
-    """Two rows; :func:`verify_root` gives the same outcome."""
-    tree = single_node(torch.tensor([A, B]))
-    law = Distributions.of(torch.tensor(P).log().expand(2, 1, -1))
-    sampled = torch.tensor([[C], [D]])
-    inputs = VerificationInputs(tree, law, law, law, None, sampled, tree.tokens)
-    outcomes = [verify_root(inputs)]
-    for rule, fallback, selection in itertools.product(
-        (ExactRule(), FuzzyRule(ALWAYS)), ("exact", "stop"), ("longest", "target", "sample")
-    ):
-        outcomes.append(verify(inputs, rule, fallback, selection))
-    for kept in outcomes:
-        assert outcome(kept, 0) == ([C], [TARGET], [0])
-        assert outcome(kept, 1) == ([D], [TARGET], [0])
-
-
-def test_equally_deep_paths_are_ranked_by_target_log_probability() -> None:
-    """Two leaves of depth 2 below open nodes: ``p(A) p(C|A)`` against ``p(B) p(D|B)``."""
-    for p1, p2, tokens in (
-        (0.1, 0.8, [B, D]),  # .6 x .1 < .3 x .8
-        (0.5, 0.8, [A, C]),  # .6 x .5 > .3 x .8
-        (0.1, 0.1, [A, C]),  # the first edge decides
-    ):
-        p = [
-            [0.6, 0.3, 0.04, 0.03, 0.03],
-            [(1 - p1) / 4] * 2 + [p1] + [(1 - p1) / 4] * 2,
-            [(1 - p2) / 4] * 3 + [p2] + [(1 - p2) / 4],
-            UNIFORM,
-            UNIFORM,
-        ]
-        # The samples favor the other path, which must not matter.
-        sampled = [B if tokens[0] == A else A, C, D, E, E]
-        tree = make_tree([0, 0, 0, 1, 2], [E, A, B, C, D], {node: p[node] for node in range(3)})
-        kept = verify(make_inputs(tree, p, sampled), FSD)
-        node = 1 if tokens[0] == A else 2
-        assert outcome(kept) == ([*tokens, E], [FUZZY, EXACT, TARGET], [0, node, node + 2])
-
-
-def test_divergence_is_finite_only_at_expanded_nodes_with_children() -> None:
-    """Root and node 1 have children; leaf 2 is expanded but has none; leaf 3 is not expanded."""
-    tree = make_tree([0, 0, 0, 1], [E, A, B, C], {0: P, 1: DISTANT, 2: P})
-    found = FuzzyRule(1.0).divergences(make_inputs(tree, [P] * 4, [A] * 4))[0]
-    middle = [(a + b) / 2 for a, b in zip(P, DISTANT, strict=True)]
-    js = sum(
-        0.5 * a * math.log(a / m) + 0.5 * b * math.log(b / m)
-        for a, b, m in zip(P, DISTANT, middle, strict=True)
-    )
-    assert found[:2].tolist() == pytest.approx([0.0, js], abs=1e-6)
-    assert found[2:].tolist() == [math.inf, math.inf]
-
-
 def test_divergence_equal_to_the_threshold_is_not_below_it() -> None:
     """The total variation here is exactly 0.25."""
     p, q = [0.5, 0.5, 0, 0, 0], [0.75, 0.25, 0, 0, 0]
     inputs = make_inputs(make_tree([0, 0], [E, A], {0: q}), [p, UNIFORM], [B, C])
     assert outcome(verify(inputs, FuzzyRule(0.25, "tv")))[0] == [B]
     assert outcome(verify(inputs, FuzzyRule(0.2500001, "tv")))[0] == [A, C]
-
-
-def test_divergence_on_warped_compares_the_warped_distributions() -> None:
-    """The distributions are far apart and equal once warped."""
-    inputs = make_inputs(make_tree([0, 0], [E, A], {0: DISTANT}), [P, UNIFORM], [B, C])
-    peaked = torch.tensor([[[0.6, 0.4, 0.0, 0.0, 0.0]]]).log()
-    inputs = replace(
-        inputs,
-        warped=Distributions.of(torch.cat([peaked, inputs.raw.dense()[:, 1:]], 1)),
-        warped_draft=Distributions.of(peaked),
-    )
-    rule = FuzzyRule(0.1, divergence_on="warped")
-    assert outcome(verify(inputs, FuzzyRule(0.1)))[0] == [B]
-    assert outcome(verify(inputs, rule))[0] == [A, C]
-    with pytest.raises(ValueError, match="needs the warped draft"):
-        verify(replace(inputs, warped_draft=None), rule)
 
 
 #: Samples of the target, open nodes, and what is kept.

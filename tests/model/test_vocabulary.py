@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,24 +9,20 @@ import numpy as np
 import pytest
 import torch
 from pairs import (
-    NEEDS_COMPILER,
-    forget_compiled,
     random_pair,
 )
 from torch import Tensor
-from torch._inductor.utils import run_and_get_code
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig
 
 from eagle_fsd.model import vocabulary
-from eagle_fsd.model.acceptance import FuzzyRule, rule_for, thresholds
+from eagle_fsd.model.acceptance import rule_for
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
-from eagle_fsd.model.divergence import DIVERGENCES
 from eagle_fsd.model.random_numbers import RandomNumbers
 from eagle_fsd.model.sampling import Sampler
-from eagle_fsd.model.tree import DraftTree, TreeBuilder, single_node
+from eagle_fsd.model.tree import DraftTree, TreeBuilder
 from eagle_fsd.model.verify import verify
 from eagle_fsd.model.vocabulary import Distributions, Warp, arg_max, draw, exp, top_k
 
@@ -62,17 +56,6 @@ def test_distributions_are_those_of_log_softmax() -> None:
         assert found[0, 2] == -torch.inf
         sums = law.map_rows(lambda rows: exp(rows).sum(-1))
         torch.testing.assert_close(sums, torch.ones(2, 5))
-
-
-def test_log_total_of_broken_logits_is_nan() -> None:
-    broken = torch.tensor([[False] * 3, [False, False, True]])
-    for tokens, value in ((5, torch.nan), (5, torch.inf), (slice(None), -torch.inf)):
-        logits = _random(2, 3, 40)
-        logits[1, 2, tokens] = value
-        assert torch.equal(Distributions.of(logits).log_total.isnan(), broken)
-        law, tokens = Warp(0.7, top_p=0.9)(logits, torch.full((2, 3), 0.5, dtype=torch.float64))
-        assert torch.equal(law.log_total.isnan(), broken)
-        assert ((tokens >= 0) & (tokens < 40)).all()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -150,22 +133,6 @@ def test_warp_has_the_support_of_hugging_faces_warpers(size: int) -> None:
         assert (found.gather(1, tokens.T) > -torch.inf).all()
 
 
-@pytest.mark.parametrize("scale", [0.05, 4.0])
-def test_nucleus_of_a_large_vocabulary_is_the_sorted_one(scale: float) -> None:
-    """128,256 tokens; the smallest kept probability is that of sorting in float64."""
-    logits = _random(1, 8, 128_256, scale=scale)
-    law, _ = Warp(top_p=0.9)(logits, torch.zeros(1, 8, dtype=torch.float64))
-    probs = logits.double().softmax(-1)
-    ordered = probs.sort(-1, descending=True).values
-    count = (ordered.cumsum(-1) - ordered < 0.9).sum(-1)
-    kept = (law.dense() > -torch.inf).sum(-1)
-    # Tokens within 2e-6 nats of the cut are all kept.
-    cut = ordered.gather(-1, count[..., None] - 1)
-    near = ((probs.log() - cut.log()).abs() < 4e-6).sum(-1)
-    assert (kept >= count).all()
-    assert (kept - count <= near).all()
-
-
 class PeakMemory(TorchDispatchMode):
     """Record the largest number of bytes of living storages that operations made.
 
@@ -225,65 +192,3 @@ def test_verification_needs_little_memory_beyond_the_logits(
         verify(Sampler(sampling)(tree, logits, RandomNumbers.seeded(0, 1)), rule)
     # A chunk of masses, their bins and a copy of them take 8 bytes per value.
     assert 3 * 4 * size < memory.peak < 24 * 4 * size, memory.peak / size / 4
-
-
-def test_divergences_of_chunks_are_those_of_whole_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only nodes with children have one, computed a row at a time or all together."""
-    tree, logits = _tree(300, rows=3), _random(3, 60, 300, seed=4)
-    inputs = Sampler()(tree, logits)
-    rows = torch.arange(3)[:, None]
-    draft = tree.draft_log_probs[rows, tree.draft_rows.clamp_min(0)]  # [B, N, V]
-    dense = DIVERGENCES["js"](inputs.raw.dense(), draft)
-    expected = torch.where(tree.has_children(), dense, torch.inf)
-    for chunk in (1, 10_000, 10**9):
-        monkeypatch.setattr(vocabulary, "CHUNK", chunk)
-        found = FuzzyRule(0.1).divergences(inputs)
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
-    assert math.isfinite(float(found[0, 0]))
-
-
-@pytest.mark.slow
-@NEEDS_COMPILER
-@pytest.mark.parametrize("name", ["js", "js_reference"])
-def test_compiled_divergences_equal_eager_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA, but for the CPU; the compiled code allocates nothing of the vocabulary's size."""
-    tree, logits = _tree(1000, rows=2), _random(2, 60, 1000, seed=4)
-    inputs, rule = Sampler()(tree, logits), FuzzyRule(0.1, name)
-    expected = rule.divergences(inputs)
-    monkeypatch.setattr(thresholds, "FUSED_DEVICES", ("cpu",))
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
-    forget_compiled()
-    with thresholds.fused_divergences(True):
-        found, codes = run_and_get_code(rule.divergences, inputs)
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
-    shapes = re.findall(r"empty_strided_cpu\(\(([\d, ]+)\)", "".join(codes))
-    assert shapes
-    assert max(math.prod(map(int, re.findall(r"\d+", shape))) for shape in shapes) < 1000
-
-
-OPTIONS: list[dict[str, Any]] = [
-    {"temperature": 0.7},
-    {"top_p": 0.6},
-    {"top_k": 7},
-    {"min_p": 0.2},
-    {"min_p": 1.0},
-    {"temperature": 0.7, "min_p": 0.3},  # min-p applies after temperature
-    {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.05},
-]
-
-
-def test_distribution_equals_that_of_hugging_faces_warpers() -> None:
-    """The same support and values, for 400 random rows of logits."""
-    model = random_pair().model
-    logits = 3 * torch.randn(400, 1, 96, generator=torch.Generator().manual_seed(0))
-    tree = single_node(torch.zeros(400, dtype=torch.long))
-    for options in OPTIONS:
-        sampling = SamplingConfig(**{"temperature": 1.0, **options})
-        found = Sampler(sampling)(tree, logits, RandomNumbers.seeded(0, 400)).warped.dense()[:, 0]
-        config = GenerationConfig(do_sample=True, **options)
-        scores = logits[:, 0].log_softmax(-1)
-        for warper in model._get_logits_processor(config, input_ids_seq_length=1):
-            scores = warper(None, scores)
-        assert torch.equal(found == -torch.inf, scores == -torch.inf)
-        torch.testing.assert_close(found, scores.log_softmax(-1))
-        assert (options == {"temperature": 0.7}) != bool((found == -torch.inf).any())

@@ -31,7 +31,6 @@ from peft import (
 from torch import nn
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.model.wrappers import unwrap_model
 
 
 @pytest.fixture(autouse=True)
@@ -85,18 +84,6 @@ def test_peft_model_decodes_like_its_own_generate(mixed: bool, modules: tuple[st
             _check_decoding(pair, model, reference(aligned=True))
 
 
-def test_from_pretrained_takes_a_wrapped_target() -> None:
-    model = _with_lora("q_proj")
-    head = copy.deepcopy(aligned_pair().drafter)
-    for wrapped in (model, torch.compile(model)):
-        pair = EagleFSD.from_pretrained(wrapped, head)
-        assert pair.model is model.base_model.model
-    with pytest.raises(
-        TypeError, match=r"^dtype cannot be set on a target that is already loaded$"
-    ):
-        EagleFSD.from_pretrained(model, head, dtype="bfloat16")
-
-
 def test_adapter_outside_the_model_raises_one_line() -> None:
     virtual: dict[str, Any] = {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}
     alora: dict[str, Any] = {"alora_invocation_tokens": [5], "task_type": "CAUSAL_LM"}
@@ -141,13 +128,3 @@ def test_model_compiled_in_place_decodes_like_the_original(backend: str) -> None
     pair = EagleFSD(model, head, small_tree())
     assert torch.equal(pair.generate(ids, max_new_tokens=8).sequences, expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-
-
-def test_model_that_is_not_from_hugging_face_raises() -> None:
-    message = r"^the target must be a Hugging Face model; got Linear$"
-    with pytest.raises(TypeError, match=message):
-        EagleFSD(nn.Linear(2, 2), None)
-    with pytest.raises(TypeError, match=message):
-        EagleFSD.from_pretrained(nn.Linear(2, 2), untrained_head(tiny_target()))
-    with pytest.raises(TypeError, match=r"got OptimizedModule around Linear$"):
-        unwrap_model(torch.compile(nn.Linear(2, 2)))

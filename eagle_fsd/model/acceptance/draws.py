@@ -23,9 +23,7 @@ class DrawnRule(AcceptanceRule, ABC):
     that is the sample itself.
     """
 
-    @property
-    def needs_uniform(self) -> bool:
-        return True
+    needs_uniform = True
 
     @abstractmethod
     def raised(self, probs: Tensor) -> Tensor:
@@ -114,13 +112,8 @@ class MixtureRule(AcceptanceRule):
 
     weight: float = 0.8
 
-    @property
-    def needs_uniform(self) -> bool:
-        return True
-
-    @property
-    def needs_drawn(self) -> bool:
-        return True
+    needs_uniform = True
+    needs_drawn = True
 
     def gate(self, inputs: VerificationInputs) -> Tensor:
         return torch.zeros_like(inputs.tree.tokens, dtype=torch.bool)

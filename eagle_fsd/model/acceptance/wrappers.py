@@ -5,11 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from eagle_fsd.model.verify import AcceptanceRule, Origin, Verification, VerificationInputs
+
+
+def _same(name: str) -> Any:
+    """Return a property or a method that is that of the restricted rule."""
+    return property(lambda self: getattr(self.rule, name))
 
 
 @dataclass(frozen=True)
@@ -24,45 +30,20 @@ class WrappedRule(AcceptanceRule):
 
     rule: AcceptanceRule
 
-    @property
-    def needs_uniform(self) -> bool:
-        return self.rule.needs_uniform
-
-    @property
-    def needs_drawn(self) -> bool:
-        return self.rule.needs_drawn
-
-    @property
-    def needs_warped_draft(self) -> bool:
-        return self.rule.needs_warped_draft
-
-    @property
-    def judges_paths(self) -> bool:
-        return self.rule.judges_paths
-
-    @property
-    def replaces_samples(self) -> bool:
-        return self.rule.replaces_samples
-
-    @property
-    def capturable(self) -> bool:
-        return self.rule.capturable
+    needs_uniform = _same("needs_uniform")
+    needs_drawn = _same("needs_drawn")
+    needs_warped_draft = _same("needs_warped_draft")
+    judges_paths = _same("judges_paths")
+    replaces_samples = _same("replaces_samples")
+    capturable = _same("capturable")
+    choose = _same("choose")
+    gate = _same("gate")
+    admits = _same("admits")
+    settle = _same("settle")
 
     @property
     def state_size(self) -> int:
         return self.rule.state_size + 1
-
-    def choose(self, inputs: VerificationInputs) -> Tensor:
-        return self.rule.choose(inputs)
-
-    def gate(self, inputs: VerificationInputs) -> Tensor:
-        return self.rule.gate(inputs)
-
-    def admits(self, inputs: VerificationInputs, nodes: Tensor, tokens: Tensor) -> Tensor:
-        return self.rule.admits(inputs, nodes, tokens)
-
-    def settle(self, inputs: VerificationInputs, exact: Tensor, accepted: Tensor) -> Tensor:
-        return self.rule.settle(inputs, exact, accepted)
 
     def own_state(self, inputs: VerificationInputs) -> Tensor:
         """Return ``[B]``: the wrapper's own state."""
@@ -98,9 +79,7 @@ class LimitedRule(WrappedRule):
         if self.rule.replaces_samples:
             raise ValueError(f"{type(self.rule).__name__} replaces samples, which have no limit")
 
-    @property
-    def judges_paths(self) -> bool:
-        return True
+    judges_paths = True
 
     def settle(self, inputs: VerificationInputs, exact: Tensor, accepted: Tensor) -> Tensor:
         accepted = self.rule.settle(inputs, exact, accepted)

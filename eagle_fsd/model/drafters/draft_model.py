@@ -157,14 +157,9 @@ class DraftModel(LevelDrafter):
 class AdaptiveState(LevelState):
     """A state that chooses the depth of every tree, at most that of its ``TreeConfig``.
 
-    The next tree is two levels deeper for every row that accepted a path of full depth, and one
-    level less deep for every other row, on average over the rows: Hugging Face's ``heuristic``
-    schedule. It needs only the emitted tokens, which are on the host anyway, so that a step neither
-    waits for the device nor takes a shape that depends on its content.
-
-    The draft's own probabilities, by which Hugging Face's ``assistant_confidence_threshold`` ends a
-    draft, are on the device: the host would have to wait for every level. Masking the levels below
-    an improbable token instead would save no pass and accept fewer tokens.
+    As in Hugging Face's ``heuristic`` schedule, the next tree is two levels deeper for every row
+    that accepted a path of full depth, and one less deep for every other, on average. Ending a
+    draft by its own probabilities would let the host wait for every level.
     """
 
     waits = True
@@ -196,9 +191,7 @@ def load_draft_model(
 ) -> DraftModel:
     """Load a draft model onto its target's device; ``dtype`` is the target's by default.
 
-    The folder or repository needs no tokenizer; if it has one, it is compared with the target's.
-    Raises :class:`LoadError` for missing or damaged files, and ``ValueError`` if the tokenizers or
-    the vocabularies differ or the architecture is not supported.
+    If it has a tokenizer, it is compared with the target's.
     """
     _check_tokenizers(str(name), target.config._name_or_path, token)
     model = load_target(name, dtype or target.dtype, target.device, "draft model", token=token)

@@ -102,7 +102,7 @@ class EagleHead(DraftHead):
         return self.target.vocab_size if self.token_ids is None else len(self.token_ids)
 
     def restrict_vocabulary(self, token_ids: Tensor | None) -> None:
-        """Draft some tokens only, see :mod:`~eagle_fsd.model.draft_vocabulary`.
+        """Draft some tokens only (FR-Spec, arXiv 2502.14856); verification stays exact.
 
         Args:
             token_ids: ``[D]`` distinct tokens, the most frequent first; None for all.

@@ -307,20 +307,13 @@ class _FirstLayer(GradientCheckpointingLayer):
 
 
 def default_reads(layers: int) -> tuple[int, ...]:
-    """Return the hidden states that heads read by default: the inputs of three layers.
-
-    They are layers ``2``, ``N // 2`` and ``N - 3`` of ``N``, each at most once. A target of less
-    than seven layers has fewer of them.
-    """
+    """Return what heads read by default: the inputs of layers 2, ``N // 2`` and ``N - 3``."""
     wanted = {2, layers // 2, layers - 3}
     return tuple(sorted(index for index in wanted if 0 <= index < layers))
 
 
 def layer_config(config: PreTrainedConfig) -> LlamaConfig:
-    """Return a configuration for a head of one Llama layer with the target's sizes and RoPE.
-
-    Llama's layer is what every engine reads, whatever the target.
-    """
+    """Configure a head of one Llama layer, which every engine reads, for a target."""
     rope = getattr(config, "rope_parameters", None) or {}
     rope = dict(rope.get("full_attention") or rope)
     rope.pop("partial_rotary_factor", None)  # layers of Llama rotate the whole attention head

@@ -188,8 +188,8 @@ def decoder_layers(
 ) -> tuple[nn.ModuleList, nn.Module, PreTrainedConfig]:
     """Build decoder layers with full attention, their rotary embedding, and their configuration.
 
-    The configuration's attention implementation accepts masks from :func:`fold_mask` unless it is
-    the eager one. Raises ``TypeError`` if the layers do not have the interface of Llama's.
+    Attention other than eager accepts masks from :func:`fold_mask`. Raises ``TypeError`` if the
+    layers do not have the interface of Llama's.
     """
     config = copy.deepcopy(config)
     config.num_hidden_layers = count

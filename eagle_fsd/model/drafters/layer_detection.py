@@ -26,11 +26,7 @@ MAX_CPU_PARAMETERS = 10**9
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """The hidden states ``reads`` that fit best.
-
-    ``agreement`` is, for each candidate, the fraction of positions at which the head's most likely
-    token is the target's.
-    """
+    """The best ``reads``, and the share of positions at which head and target agree for each."""
 
     reads: tuple[int, ...]
     agreement: dict[tuple[int, ...], float]
@@ -53,10 +49,9 @@ def detect_layers(
 ) -> LayerChoice:
     """Measure how well a head agrees with its target for several choices of hidden states.
 
-    ``texts`` are ``[S]`` token ids that the target might write, at least two each. The candidates,
-    the declared one first, are by default the head's own and those one layer below and above it.
-    The choice agrees at most positions; it is the first one unless the difference from it exceeds
-    three standard deviations (of a sign test). The head is not changed.
+    ``texts`` are ``[S]`` token ids that the target might write. The candidates, the declared one
+    first, are by default the head's own and those one layer below and above it. Another one is
+    chosen if the difference exceeds three standard deviations (of a sign test).
     """
     if candidates is None:
         shifts = [tuple(index + shift for index in head.reads) for shift in (0, -1, 1)]

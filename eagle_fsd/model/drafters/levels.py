@@ -118,8 +118,7 @@ class LevelDrafter(Drafter):
 class LevelState(DraftState):
     """The state of a :class:`LevelDrafter`.
 
-    The cache holds the entries of a row up to the root, except for those of the tokens that the
-    last step added: they stay pending until the next draft processes them.
+    The entries of the tokens that the last step added stay pending until the next draft.
     """
 
     cache: TreeCache

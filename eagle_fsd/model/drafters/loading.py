@@ -6,8 +6,13 @@ from pathlib import Path
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from eagle_fsd.model.checkpoint import CheckpointError, load_head, read_config, tensor_names
-from eagle_fsd.model.draft_vocabulary import select_tokens
+from eagle_fsd.model.checkpoint import (
+    CheckpointError,
+    load_head,
+    read_config,
+    select_tokens,
+    tensor_names,
+)
 from eagle_fsd.model.drafters.draft_model import load_draft_model
 from eagle_fsd.model.drafters.eagle import EagleHead
 from eagle_fsd.model.drafters.interface import Drafter
@@ -31,10 +36,7 @@ def load_drafter(
     """Load a drafter and attach it to its target.
 
     ``name`` is a key of :data:`WITHOUT_FILES`, or a folder or a Hub name with an EAGLE-1/2 or
-    EAGLE-3 head or a causal LM; which one follows from ``config.json`` and the tensors' names. For
-    ``draft_vocabulary``, see :func:`~eagle_fsd.model.draft_vocabulary.select_tokens`. Raises
-    :class:`CheckpointError` or :class:`LoadError` for missing or damaged files, and ``ValueError``
-    if the drafter belongs to another target or has its own vocabulary.
+    EAGLE-3 head or a causal LM; which one follows from ``config.json`` and the tensors' names.
     """
     drafter = _load(name, target, token)
     if draft_vocabulary is not None:

@@ -1,15 +1,12 @@
 """Draft without a model, from counts of the tokens that followed the same n-gram before.
 
 :class:`NGramDrafter` looks up the last tokens of a row in the row itself (prompt lookup).
-:class:`AdaptiveNGramDrafter` counts n-grams over all rows and calls. Both run on the host, in
-constant time per token, and upload their trees without waiting for the device.
+:class:`AdaptiveNGramDrafter` counts n-grams over all rows and calls. Both run on the host.
 
-The draft's distribution ``q`` at a node is the empirical distribution of what followed: the share
-of each token in the counts. After an n-gram that was seen once, ``q`` is a point mass on a token
-``x``. Its JS divergence from the target's ``p`` depends on ``p(x)`` alone and is
-``3/4 ln(4/3) = 0.216`` at ``p(x) = 1/2``, so below that threshold FSD accepts a single observation
-only if it is the target's most likely token. A less likely token is accepted only where several
-observations are distributed nearly as the target predicts.
+``q`` at a node is the share of each token in the counts. After an n-gram that was seen once, it is
+a point mass on a token ``x``, whose JS divergence from ``p`` depends on ``p(x)`` alone and is ``3/4
+ln(4/3) = 0.216`` at ``p(x) = 1/2``: below that threshold FSD accepts a single observation only if
+it is the target's most likely token.
 
 Shape letters: ``B`` rows, ``N`` tree nodes, ``M`` = ``N - 1``, the most nodes that can have
 children, ``F`` = :data:`MAX_FOLLOWERS`, ``V`` vocabulary.
@@ -266,11 +263,7 @@ class _TableRow:
 
 @dataclass
 class _Node:
-    """A node of a tree on the host.
-
-    ``path`` holds the tokens below the root, ``parent`` the index of the parent, and ``q`` tokens
-    and their log-probabilities after the node, none for a leaf.
-    """
+    """A node on the host: tokens below the root, the parent's index, and log-probabilities."""
 
     path: list[int]
     parent: int
@@ -280,9 +273,8 @@ class _Node:
 def grow(followers: Followers, size: int, depth: int, width: int) -> list[_Node]:
     """Find at most ``size`` most probable nodes, in level order, the root first.
 
-    As in EAGLE-2 (arXiv 2406.16858), these are the nodes with the largest product of probabilities
-    along their path. A child's is at most its parent's, so taking the best candidate repeatedly
-    finds all of them. Nodes have at most ``width`` children.
+    A child's probability is at most its parent's, so taking the best candidate repeatedly finds
+    all.
     """
     nodes: list[_Node] = []
     # Negative log-probability of the path, number of earlier candidates to break ties, node.
@@ -336,11 +328,7 @@ class _CountingState(DraftState):
         self._shown = rows
 
     def draft(self, roots: Tensor, keys: Tensor | None, random: RandomNumbers) -> DraftTree:
-        """Propose the most probable nodes of each row.
-
-        A row with fewer nodes than the tree is padded with isolated nodes, which are never kept. If
-        no row has a continuation, the tree is its root.
-        """
+        """Propose the most probable nodes of each row, padded with nodes that are never kept."""
         live = self.rows[: self._shown]
         rows = [grow(row.look_up(), self.size, self.depth, self.width) for row in live]
         if all(len(nodes) == 1 for nodes in rows):
