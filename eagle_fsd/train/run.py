@@ -34,6 +34,7 @@ from eagle_fsd.train.regenerate import rewrite_chats
 from eagle_fsd.train.trainer import MetricsCallback, Trainer
 from eagle_fsd.train.training_folder import FEATURES, TrainingFolder
 from eagle_fsd.train.validation import can_decode
+from eagle_fsd.train.writing import LocalWriter
 from eagle_fsd.utils.options import OptionsError
 from eagle_fsd.utils.progress import ProgressFactory, no_progress
 
@@ -206,6 +207,6 @@ def _open_chats(
         with progress("reading") as report:
             chats = loaded.open_chats(request.data, progress=report).file
         with progress("rewriting") as report:
-            rewrite_chats(loaded, chats, path, progress=report)
+            rewrite_chats(LocalWriter(loaded), chats, path, progress=report)
     with progress("reading") as report:
         return loaded.open_chats(path, length, report), loaded.fingerprint(path, length)
