@@ -87,12 +87,10 @@ class ReadCounts:
 class Trainer:
     """Training loop of one draft head, which starts from ``head`` or from random weights.
 
-    The number of epochs must be set in the configuration.
-
-    ``on_metrics`` is called on the main process with what is trained and the metrics of every
-    logged step and validation, ``on_checkpoint`` with the head in float32. ``progress`` reports
-    ``measuring`` (in chats), which ``tokens_per_batch`` requires, and ``counting`` (in chats),
-    which a reduced draft vocabulary requires.
+    The number of epochs must be set in the configuration. On the main process, ``on_metrics`` is
+    called with what is trained and the metrics of every logged step and validation, and
+    ``on_checkpoint`` with the head in float32. ``progress`` reports ``measuring`` and ``counting``
+    (in chats).
     """
 
     def __init__(
@@ -185,6 +183,8 @@ class Trainer:
             if self.on_metrics is not None:
                 read = {"chats": len(self.chats), "epochs": self.epochs}
                 self.on_metrics({"kind": "start", "step": self.step, "steps": self.steps, **read})
+        if self.step >= self.steps and not self.folder.is_validated(self.step):
+            self._validate()  # a lower limit ended the training at this checkpoint
         with StopSignals(interrupt_on_second_signal("this step")) as signals:
             batches = self._batches()
             while self.step < self.steps:

@@ -32,8 +32,10 @@ METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 FEATURES = "features"
 MAX_CHECKPOINTS = 2
-#: Options that may change when a training resumes: they do not affect the result.
-RESUMABLE_CHANGES = ("validate_every", "checkpoint_every", "log_every", "workers", "compile")
+#: Options that may change when a training resumes. All but ``max_steps`` do not affect the result.
+RESUMABLE_CHANGES = (
+    *("max_steps", "validate_every", "checkpoint_every", "log_every", "workers", "compile"),
+)
 
 
 class TrainingError(RuntimeError):
@@ -143,6 +145,10 @@ class TrainingFolder:
         """Return the lines of metrics so far."""
         path = self.path / METRICS_FILE
         return read_jsonl(path) if path.exists() else []
+
+    def is_validated(self, step: int) -> bool:
+        """Whether there are metrics of a validation after a step."""
+        return any((line["kind"], line["step"]) == ("validation", step) for line in self.metrics())
 
     def rewind_metrics(self, step: int) -> None:
         """Delete the metrics after a step, because a resumed training writes them again."""

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from trainings import Train, command, read_weights, same_weights, train_here
+from trainings import Train, command, read_metrics, read_weights, same_weights, train_here
 
 from eagle_fsd import OptionsError
 from eagle_fsd.train.config import DivergenceLoss, TrainConfig, TrainRequest, read_config
@@ -157,6 +157,23 @@ def test_training_is_not_resumed_with_other_options_or_data(
     changes = {"checkpoint_every": 1, "log_every": 2, "workers": 1, "validate_every": 7}
     train(max_steps=4, resume=True, **changes)
     assert same_weights(read_weights(out), before)
+
+
+def test_resumed_training_may_have_another_limit(train: Train) -> None:
+    """One that is exceeded already ends it at its checkpoint, and a larger one extends it."""
+    options = {"validation": 1, "warmup": 0, "lr": 1e-3}
+    out = train(max_steps=5, **options)
+    shutil.rmtree(out / "checkpoints" / "step-5")
+    train(max_steps=2, resume=True, **options)
+    assert json.loads((out / "training.json").read_text())["steps"] == 3
+    assert "tau" in (out / "README.md").read_text()
+    (validation,) = read_metrics(out, "validation")
+    assert validation["step"] == 3
+    before = read_weights(out)
+    train(max_steps=8, resume=True, **options)
+    assert not same_weights(read_weights(out), before)
+    rates = [line["lr"] / 1e-3 for line in read_metrics(out)]
+    assert rates == pytest.approx([1.0, 0.8, 0.6, *(5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8)])
 
 
 def test_other_files_are_never_touched(tmp_path: Path) -> None:
