@@ -29,10 +29,9 @@ TRIAL_CHATS = 20
 
 @dataclass
 class LoadedTarget:
-    """A frozen target with its tokenizer and chat template.
+    """A frozen target, named as by :func:`target_name`, with its tokenizer and chat template.
 
-    ``name`` is the target's folder or Hub name, or ``bundled``; ``chat_template_name`` is None for
-    the tokenizer's own template.
+    ``chat_template_name`` is None for the tokenizer's own template.
     """
 
     name: str
@@ -62,10 +61,9 @@ class LoadedTarget:
         max_length: int | None = None,
         progress: Progress | None = None,
     ) -> ChatDataset:
-        """Open a chat file as a dataset encoded for this target, truncated at its context length.
+        """Open a chat file as a dataset for this target, truncated at its context length.
 
-        Raises ValueError if no chat is valid, or the template rejects the first
-        :data:`TRIAL_CHATS`.
+        Raises ValueError if no chat is valid, or the template rejects the first ones.
         """
         file = open_chat_file(path, progress)
         length = self._clamp_length(max_length)
@@ -76,11 +74,7 @@ class LoadedTarget:
         return data
 
     def fingerprint(self, path: str | Path, max_length: int | None = None) -> dict[str, Any]:
-        """Return everything that the encoded chats depend on.
-
-        Trainings, stored features and rewritten chats store this fingerprint and resume only if it
-        is unchanged.
-        """
+        """Return everything that the encoded chats depend on; runs resume only if it is equal."""
         return {
             "data": str(path),
             "bytes": Path(path).stat().st_size,
@@ -108,8 +102,7 @@ def load_frozen_target(
 ) -> Target:
     """Load a target without its tokenizer and chat template.
 
-    Training on stored features needs no ``layers``, only the embedding and the output projection;
-    where these cannot be loaded alone, the layers are loaded too.
+    Without ``layers``, only the embedding and the output projection, where that is possible.
     """
     path = options.target or BUNDLED_TARGET
     model = None

@@ -74,8 +74,8 @@ def regenerate(
         with progress("reading") as report:
             chats = open_chat_file(request.data, report)
         with progress("rewriting") as report:
-            writer = ServerWriter(server, on_tokens)
-            return rewrite_chats(writer, chats, request.out, config, report)
+            remote = ServerWriter(server, on_tokens)
+            return rewrite_chats(remote, chats, request.out, config, report)
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
     state = PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)
     check_device_map(request.device_map, state.num_processes)
@@ -85,8 +85,8 @@ def regenerate(
     with progress("reading") as report:
         chats = loaded.open_chats(request.data, progress=report).file
     with progress("rewriting") as report:
-        local = LocalWriter(loaded, on_tokens)
-        rewritten = rewrite_chats(local, chats, request.out, config, report, state)
+        writer = LocalWriter(loaded, on_tokens)
+        rewritten = rewrite_chats(writer, chats, request.out, config, report)
     is_main = state.is_main_process
     state.destroy_process_group()
     return rewritten if is_main else None
@@ -170,7 +170,6 @@ def rewrite_chats(
     out: str | Path,
     config: RegenerateConfig | None = None,
     progress: Progress | None = None,
-    state: PartialState | None = None,
 ) -> ChatFile:
     """Rewrite chats, resuming an interrupted run.
 
@@ -183,11 +182,9 @@ def rewrite_chats(
     Raises ValueError if the output was written from other chats or options, or if a server fails or
     rejects the first :data:`TRIAL_CHATS` chats, and KeyboardInterrupt if a signal stopped it.
     """
-    config, out = config or RegenerateConfig(), Path(out)
-    process, processes = 0, 1
-    if state is not None:
-        process, processes = state.process_index, state.num_processes
-    template = None
+    config, out, template = config or RegenerateConfig(), Path(out), None
+    state = PartialState()
+    process, processes = state.process_index, state.num_processes
     if isinstance(writer, LocalWriter):
         template = writer.loaded.chat_template
         source = writer.loaded.fingerprint(chats.path)
@@ -195,15 +192,14 @@ def rewrite_chats(
         source = {"data": str(chats.path), "bytes": chats.path.stat().st_size, **writer.fingerprint}
     if process == 0:
         prepare_output(out, {**source, **config.model_dump(exclude={"batch_size"})})
-    _wait(state)
+    state.wait_for_everyone()
     done = read_lines(out).keys()
-    _wait(state)  # until all have read what there is, before it changes
+    state.wait_for_everyone()  # until all have read what there is, before it changes
     part = out if processes == 1 else out.with_name(f"{out.name}.part{process}")
     script, count = Rewriting(chats, config, template), len(done)
     held: list[str] = []  # lines, until a server has accepted a request
     accepted = bool(done) or isinstance(writer, LocalWriter)
-    written = writer.write(script, script.drafts(done, process, processes))
-    with closing(written):
+    with closing(writer.write(script, script.drafts(done, process, processes))) as written:
         for draft in written:
             count += processes
             held.append(json.dumps(draft.line()))
@@ -218,14 +214,9 @@ def rewrite_chats(
     script.report()
     if processes == 1 and count < len(chats):
         raise KeyboardInterrupt
-    _wait(state)
+    state.wait_for_everyone()
     if process == 0:
         lines = read_lines(out)
         finish_output(out, (lines[index] for index in sorted(lines)))
-    _wait(state)
+    state.wait_for_everyone()
     return ChatFile(out)
-
-
-def _wait(state: PartialState | None) -> None:
-    if state is not None:
-        state.wait_for_everyone()

@@ -6,16 +6,14 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.self_check import check_target
-from eagle_fsd.model.target import Target
 from eagle_fsd.train.config import TrainConfig, TrainRequest
 from eagle_fsd.train.curves import CURVES_FILE, draw_curves
 from eagle_fsd.train.dataset import ChatDataset, check_contribution, split_validation
@@ -31,7 +29,7 @@ from eagle_fsd.train.loaded_target import (
 from eagle_fsd.train.model_card import write_card
 from eagle_fsd.train.record import write_record
 from eagle_fsd.train.regenerate import rewrite_chats
-from eagle_fsd.train.trainer import MetricsCallback, Trainer
+from eagle_fsd.train.trainer import MetricsCallback, Trainer, describe_losses
 from eagle_fsd.train.training_folder import FEATURES, TrainingFolder
 from eagle_fsd.train.validation import can_decode
 from eagle_fsd.train.writing import LocalWriter
@@ -121,21 +119,21 @@ def train(
     records = data.file.counts() if isinstance(data, ChatDataset) else {}
     stored = folder.path / FEATURES
     if request.store_features:
-        data = _store_features(data, target, stored, fingerprint, states, progress)
+        assert isinstance(data, ChatDataset)  # TrainRequest excludes stored features
+        with progress("features") as report:
+            data = write_features(data, target, states, stored, fingerprint, progress=report)
 
     def save(trained: DraftHead) -> None:
         dtype = None if target.dtype == torch.float32 else target.dtype
         save_trained(trained, folder.path, dtype, binary=request.binary)
-        counts, settings = trainer.counts, config.model_dump()
-        read = {**records, **asdict(counts)}
-        write_record(folder.path, settings, trainer.step, counts.tokens, trainer.seconds, read)
+        read, step = {**records, **trainer.counts}, trainer.step
+        write_record(folder.path, config.model_dump(), step, read["tokens"], trainer.seconds, read)
         write_card(folder.path, folder.metrics(), fingerprint)
 
     trainer = Trainer(config, target, data, folder, accelerator, on_metrics, head, progress, save)
     trained = trainer.run()
     if is_main:
-        summary = trainer.counts.summary()
-        if summary is not None:
+        if (summary := describe_losses(trainer.counts)) is not None:
             log.warning("%s", summary)
         save(trained)
         draw_curves(folder.metrics(), folder.path / CURVES_FILE)
@@ -176,24 +174,6 @@ def _open_features(
             f" {list(states)}; run eagle-fsd train features --head-type {config.head_type}"
         )
     return store
-
-
-def _store_features(
-    data: ChatDataset | FeatureStore,
-    target: Target,
-    folder: Path,
-    fingerprint: dict[str, Any],
-    states: Sequence[int],
-    progress: ProgressFactory,
-) -> FeatureStore:
-    """Store the features of a training, or of those chats that an interrupted one left."""
-    assert isinstance(data, ChatDataset)  # TrainRequest excludes stored features
-    dtype = str(target.dtype).removeprefix("torch.")
-    fingerprint = {**fingerprint, "states": list(states), "dtype": dtype}
-    with progress("features") as report:
-        return write_features(
-            data, target, folder, fingerprint, progress=report, state=PartialState()
-        )
 
 
 def _open_chats(

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from eagle_fsd.train import chat_file
 from eagle_fsd.train.chat_file import MAX_DESCRIBED, ChatFile, is_answer, parse_chat
 
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}]}
@@ -25,7 +24,6 @@ TEXTS = st.text(st.sampled_from('ab"\\[]{},:\n\r\t\0/é日\U0001f600\u2028 \x7f'
 ANSWERS = TEXTS.filter(str.strip)
 NOISE = st.recursive(TEXTS | st.integers(), lambda inner: st.lists(inner, max_size=2), max_leaves=4)
 CHATS = st.lists(st.tuples(TEXTS, ANSWERS), min_size=1, max_size=3)
-CHUNKS = st.integers(1, 40)
 
 
 def parse(record: Any) -> list[dict[str, Any]]:
@@ -76,16 +74,14 @@ def files(draw: st.DrawFn, as_array: bool) -> tuple[bytes, list[list[dict[str, s
     return "".join(pieces).encode(), chats, lines
 
 
-@given(st.data(), st.booleans(), CHUNKS)
-def test_any_file_is_read_with_any_chunk_size(
-    tmp_path_factory: pytest.TempPathFactory, draw: st.DataObject, as_array: bool, chunk: int
+@given(st.data(), st.booleans())
+def test_any_file_is_read(
+    tmp_path_factory: pytest.TempPathFactory, draw: st.DataObject, as_array: bool
 ) -> None:
     content, chats, lines = draw.draw(files(as_array))
     path = tmp_path_factory.getbasetemp() / "any.json"
     path.write_bytes(content)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat_file, "CHUNK_BYTES", max(chunk, 4))  # at least a byte order mark
-        file = ChatFile(path)
+    file = ChatFile(path)
     assert list(file) == chats
     assert [file.line(index) for index in range(len(file))] == lines
     assert (file.skipped, file.shorten_reasons, file.skipped_records) == (0, {}, [])
@@ -292,25 +288,23 @@ def test_copies_and_forked_processes_do_not_share_a_file_position(tmp_path: Path
 
 
 def test_memory_is_bounded_by_bytes_per_chat(tmp_path: Path) -> None:
-    """Of files of two megabytes, with chunks of 64 kilobytes."""
+    """Of files of two megabytes, of which at most one is in memory at a time."""
     generator = random.Random(0)
     records = []
-    for _ in range(1000):
+    for _ in range(2500):
         words = " ".join(f"{generator.randrange(1000)} [apples]" for _ in range(120))
         chat = messages([("Count [apples].", "\\" + words)])
         records.append(json.dumps({"messages": chat}))
     for content in ("[" + ",\n".join(records) + "]", "\n".join(records)):
         path = tmp_path / "chats.jsonl"
         path.write_text(content)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chat_file, "CHUNK_BYTES", 1 << 16)
-            tracemalloc.start()
-            try:
-                file = ChatFile(path)
-                kept, peak = tracemalloc.get_traced_memory()
-            finally:
-                tracemalloc.stop()
-        assert len(file) == 1000
-        assert len(content) > 1_500_000
-        assert peak < 500_000
+        tracemalloc.start()
+        try:
+            file = ChatFile(path)
+            kept, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert len(file) == 2500
+        assert len(content) > 3_500_000
+        assert peak < 1_500_000
         assert kept < 100 * len(file)
