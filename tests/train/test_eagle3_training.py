@@ -238,11 +238,10 @@ def test_new_heads_and_their_copies() -> None:
     head = make_head(TOKEN_IDS, fc_norm=True, norm_output=True)
     losses = HeadLosses(head, TrainConfig(head_type="eagle3", unroll=2))
     features, tokens, labels, loss_mask = inputs(head)
-    for mask in (torch.ones_like(loss_mask), torch.zeros_like(loss_mask)):
+    for mask in (loss_mask, torch.zeros_like(loss_mask)):
         losses.zero_grad(set_to_none=True)
         losses(features, tokens, labels, mask)["loss"].backward()
         assert all(item.grad is not None for item in head.parameters())
-    assert not any(item.grad.any() for item in head.parameters())
     head.embed_tokens = torch.nn.Embedding(VOCAB_SIZE, 32, dtype=torch.float64)
     copy = empty_copy(head, torch.bfloat16)
     assert (copy.flags, copy.reads, copy.dtype) == (head.flags, head.reads, torch.bfloat16)
