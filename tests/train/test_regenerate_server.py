@@ -133,27 +133,6 @@ def test_turns_follow_the_rewritten_ones_before_them(rewrite: ServerRewriting) -
     assert len(rewrite.stub.requests) == 2 * COUNT  # nothing was left to do
 
 
-def test_requests_are_concurrent_and_the_order_is_restored(rewrite: ServerRewriting) -> None:
-    """The first chat is the last one to be answered, but for those that wait for its thread."""
-    others, together = threading.Event(), threading.Barrier(4)
-
-    def wait(messages: Messages) -> None:
-        if len(rewrite.stub.requests) <= 4:
-            together.wait(TIMEOUT)
-        if is_first_turn(messages, 0):
-            others.wait(TIMEOUT)
-
-    rewrite.stub.intercept = wait
-
-    def progress(done: int, total: int) -> None:
-        if done == total - 1:
-            others.set()
-
-    rewrite(progress, concurrency=4)
-    assert rewrite.stub.peak == 4
-    assert rewrite.lines() == rewrite.expected
-
-
 def test_failing_server_ends_the_run_which_resumes(rewrite: ServerRewriting) -> None:
     """After a retry; the chats rewritten before are kept, and the result is that of one run."""
     rewrite.reject(500, "broken", lambda messages: is_first_turn(messages, 5))
