@@ -32,19 +32,10 @@ MAX_DESCRIBED = 20
 LAYOUTS = {"conversations": ("from", "value"), "messages": ("role", "content")}
 #: A message's role, by the name of the turn's. A ``function_call`` is a tool call of the assistant.
 ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",
-    "system": "system",
-    "developer": "system",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "assistant", "function_call"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
 }
 #: Keys that a template may need to render the result of a tool call.
 TOOL_KEYS = ("name", "tool_call_id")
@@ -56,17 +47,13 @@ Chat = list[dict[str, Any]]
 def is_answer(message: Mapping[str, Any]) -> bool:
     """Return whether a message is an answer of the assistant, which the loss covers.
 
-    All other messages are context. So are tool calls, which depend on definitions of tools that the
-    target is not shown.
+    Tool calls are context: they depend on definitions of tools that the target is not shown.
     """
     return message["role"] == "assistant" and "tool_calls" not in message
 
 
 class RecordError(ValueError):
-    """A record, or a turn, is malformed.
-
-    Records are counted by ``reason``, which leaves out the particulars of the message.
-    """
+    """A record, or a turn, is malformed; ``reason`` leaves out the particulars."""
 
     def __init__(self, reason: str, details: str | None = None) -> None:
         super().__init__(details or reason)
@@ -76,9 +63,8 @@ class RecordError(ValueError):
 class ChatFile(Sequence[Chat]):
     """The valid chats of a file, JSON Lines or one JSON array; raises ValueError if there are none.
 
-    ``skip_reasons`` counts skipped records by reason, ``shorten_reasons`` those whose chat ends
-    before a malformed turn, and ``skipped_records`` describes the first :data:`MAX_DESCRIBED`
-    skipped ones. ``progress`` is called with the bytes read and the size of the file.
+    Counts skipped records by reason, and those whose chat ends before a malformed turn.
+    ``progress`` is called with the bytes read and the size of the file.
     """
 
     def __init__(self, path: str | Path, progress: Progress | None = None) -> None:
@@ -105,10 +91,9 @@ class ChatFile(Sequence[Chat]):
                     self._offsets.append(offset)
                     self._sizes.append(len(text))
                     self._lines.append(line)
-                end = offset + len(text)
-                if progress is not None and end - reported >= REPORT_BYTES:
-                    reported = end
-                    progress(end, total)
+                if progress is not None and offset - reported >= REPORT_BYTES:
+                    reported = offset
+                    progress(offset, total)
         if not len(self):
             first = f": {self.skipped_records[0]}" if self.skipped else ""
             raise ValueError(f"{self.path} holds no valid chat{first}")
@@ -172,10 +157,9 @@ def write_chats(path: Path, count: int = 3000, seed: int = 3) -> Path:
 def parse_chat(text: bytes) -> tuple[Chat, RecordError | None]:
     """Parse one record; also return what is wrong with the turn that ended the chat, if one did.
 
-    User and assistant turns alternate. System turns are context and may stand anywhere, results of
-    tools anywhere after the first user turn. What precedes the first user turn (ShareGPT splits
-    long chats) is dropped, apart from system turns. So is what follows the last answer. A record
-    without an answer before its first malformed turn raises :class:`RecordError`.
+    User and assistant turns alternate; system turns may stand anywhere, results of tools after the
+    first user turn. What precedes it (ShareGPT splits long chats) is dropped, apart from system
+    turns. So is what follows the last answer. Raises :class:`RecordError` if there is no answer.
     """
     try:
         record = json.loads(text)
@@ -250,17 +234,13 @@ def _parse_turn(number: int, turn: Any, role_key: str, content_key: str) -> dict
 def _parse_tool_calls(
     number: int, turn: dict[str, Any], name: Any, content: Any
 ) -> list[dict[str, Any]]:
-    """Return an assistant turn's tool calls in OpenAI's layout, with decoded arguments.
-
-    They are in ``tool_calls``, in ``function_call`` (OpenAI's earlier layout), or, as JSON, the
-    content of a ``function_call`` turn.
-    """
+    """Return an assistant turn's tool calls in OpenAI's layout, with decoded arguments."""
     try:
-        if name == "function_call":
+        if name == "function_call":  # ShareGPT's
             functions = json.loads(content)
             functions = functions if isinstance(functions, list) else [functions]
             calls = [{"function": function} for function in functions]
-        elif turn.get("function_call"):
+        elif turn.get("function_call"):  # OpenAI's earlier layout
             calls = [{"function": turn["function_call"]}]
         else:
             calls = turn.get("tool_calls") or []

@@ -27,11 +27,10 @@ FILLER = -1
 
 @dataclass
 class Example:
-    """One chat, or why it could not be encoded (``error``); it then contributes no loss.
+    """One chat, or why it could not be encoded (``error``); ``index`` may be :data:`FILLER`.
 
-    ``index`` is that of the chat in the data, or :data:`FILLER`; ``features`` are ``[S, H]`` stored
-    hidden states of the target, or None if they must be computed, and ``best`` ``[S]`` the tokens
-    that are the target's most likely after them, where the loss needs one.
+    ``features`` ``[S, H]`` are stored hidden states of the target, and ``best`` ``[S]`` the tokens
+    that are its most likely after them, where the loss needs one.
     """
 
     index: int
@@ -52,8 +51,7 @@ class Example:
 class TrainingBatch:
     """Chats padded on the right: ``[B, S]`` ids and mask; ``[B, S, H]`` stored features.
 
-    ``errors`` says why chats could not be encoded, ``unused`` counts the others of which the loss
-    covers no token, and ``lengths`` leave out padding.
+    ``unused`` counts chats without errors of which the loss covers no token.
     """
 
     ids: Tensor
@@ -185,7 +183,7 @@ def shared_batches(
     """
     order = torch.randperm(len(batches), generator=_epoch_generator(seed, epoch)).tolist()
     own = [batches[number] for number in order[process::processes]]
-    return own + [[FILLER]] * (count_batches(len(batches), processes) - len(own))
+    return own + [[FILLER]] * (-(-len(batches) // processes) - len(own))
 
 
 def _epoch_generator(seed: int, epoch: int) -> torch.Generator:
@@ -268,21 +266,13 @@ def check_contribution(data: Dataset[Example], chats: Sequence[int], seed: int) 
         truncated += example.truncated
         rejected += example.error is not None
         error = error or example.error
-    others = len(chats) - truncated - rejected
-    reasons = [
-        f"{truncated:,} are truncated before an answer (raise max_length)" if truncated else "",
-        f"{rejected:,} cannot be encoded ({error})" if rejected else "",
-        f"{others:,} have no answer tokens" if others else "",
-    ]
-    raise ValueError(
-        f"no token of the {len(chats):,} chats contributes to the loss:"
-        f" {', '.join(filter(None, reasons))}"
-    )
-
-
-def count_batches(chats: int, batch_size: int) -> int:
-    """Return the number of batches; the last one may be smaller."""
-    return -(-chats // batch_size)
+    reasons = {
+        "are truncated before an answer (raise max_length)": truncated,
+        f"cannot be encoded ({error})": rejected,
+        "have no answer tokens": len(chats) - truncated - rejected,
+    }
+    found = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count)
+    raise ValueError(f"no token of the {len(chats):,} chats contributes to the loss: {found}")
 
 
 def split_validation(count: int, validation: int, seed: int) -> tuple[list[int], list[int]]:

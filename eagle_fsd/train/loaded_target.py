@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,11 +119,9 @@ def fastest_dtype() -> str | None:
     """Return bfloat16 on a CPU that computes in it; None elsewhere, for the default."""
     if torch.cuda.is_available():
         return None
-    checks: Sequence[Any] = [
-        getattr(torch.cpu, name, None)
-        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    ]
-    return "bfloat16" if any(check is not None and check() for check in checks) else None
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    found = any(getattr(torch.cpu, name, bool)() for name in names)
+    return "bfloat16" if found else None
 
 
 def open_chat_file(path: str | Path, progress: Progress | None = None) -> ChatFile:

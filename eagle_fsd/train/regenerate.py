@@ -62,10 +62,9 @@ def regenerate(
 ) -> ChatFile | None:
     """Rewrite a chat file with the target; return None on processes other than the first.
 
-    Every process that ``accelerate launch`` or ``torchrun`` started calls this; all of them must
-    see the same output file. A server rewrites the chats if its ``base_url`` is set. ``progress``
-    reports ``reading`` (in bytes) and ``rewriting`` (in chats); ``on_tokens`` is called with
-    numbers of new tokens.
+    Every process of ``accelerate launch`` or ``torchrun`` calls this, with the same output file. A
+    server rewrites the chats if its ``base_url`` is set. ``progress`` reports ``reading`` (in
+    bytes) and ``rewriting`` (in chats).
     """
     if server is not None and server.base_url is not None:
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -173,11 +172,10 @@ def rewrite_chats(
 ) -> ChatFile:
     """Rewrite chats, resuming an interrupted run.
 
-    The result does not depend on interruptions, on the number of processes or on the batch size: a
-    turn depends on its chat and on a seed of its own. Until all chats are rewritten, lines are in
-    the order of their completion, and several processes write to files of their own, ``OUT.part0``
-    and so on. ``OUT.meta.json`` holds the fingerprint of the chats and the options. ``progress``
-    counts the chats of all processes as if they were equally fast.
+    The result does not depend on interruptions, processes or the batch size: a turn depends on its
+    chat and on a seed of its own. Until all chats are rewritten, lines are in the order of their
+    completion, and several processes write to files of their own, ``OUT.part0`` and so on.
+    ``OUT.meta.json`` holds the fingerprint of the chats and the options.
 
     Raises ValueError if the output was written from other chats or options, or if a server fails or
     rejects the first :data:`TRIAL_CHATS` chats, and KeyboardInterrupt if a signal stopped it.

@@ -53,11 +53,10 @@ def train(
 ) -> Path | None:
     """Train a draft head; return its folder, or None on processes other than the main one.
 
-    :mod:`~eagle_fsd.train.training_folder` lists the files; the head is saved with every
-    checkpoint. ``progress`` reports ``reading`` (in bytes), ``rewriting``, ``features``,
-    ``measuring`` and ``counting`` (in chats), and ``on_metrics`` receives what is trained and the
-    metrics of every logged step and validation, both on the main process. Raises TrainingError if
-    training could not continue, and KeyboardInterrupt if a signal stopped it.
+    :mod:`~eagle_fsd.train.training_folder` lists the files. ``progress`` reports ``reading`` (in
+    bytes), ``rewriting``, ``features``, ``measuring`` and ``counting`` (in chats); ``on_metrics``
+    receives what is trained and the metrics of every logged step and validation. Raises
+    TrainingError if training could not continue, and KeyboardInterrupt if a signal stopped it.
     """
     config = config or TrainConfig()
     accelerator = accelerator or make_accelerator(request.out, cpu=request.device_map == "cpu")

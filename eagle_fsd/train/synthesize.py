@@ -70,9 +70,8 @@ def synthesize(
     """Write ``request.count`` chats, resuming an interrupted run.
 
     While it runs, all chats are in ``OUT.part0``, in order of completion. ``progress`` counts the
-    ``writing`` of usable chats, and ``on_tokens`` is called with numbers of new tokens. Raises
-    ValueError if the chat template shows no header of a user's message, the target writes hardly
-    any usable chat, or the output was written with other options.
+    ``writing`` of usable chats. Raises ValueError if the chat template shows no header of a user's
+    message, the target writes hardly any usable chat, or the output has other options.
     """
     config = config or SynthesizeConfig()
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -207,9 +206,8 @@ class Plan:
 def is_repetitive(text: str) -> bool:
     """Return whether a text consists of repetitions, in any language."""
     content = text.encode()
-    if len(content) < MIN_COMPRESSED_BYTES:
-        return False
-    return len(content) > MAX_COMPRESSION * len(zlib.compress(content))
+    ratio = len(content) / len(zlib.compress(content))
+    return len(content) >= MIN_COMPRESSED_BYTES and ratio > MAX_COMPRESSION
 
 
 class NearDuplicates:

@@ -29,7 +29,6 @@ from eagle_fsd.train.dataset import (
     TrainingBatch,
     collate,
     count_answer_tokens,
-    count_batches,
     example_length,
     pack_batches,
     rank_by_frequency,
@@ -99,12 +98,10 @@ class Trainer:
         self.packed: list[list[int]] = []
         if config.tokens_per_batch is None:
             self.sizes = [data.size(index) for index in self.chats]
-            chats_per_batch = config.batch_size * accelerator.num_processes
-            self.batches_per_epoch = count_batches(len(self.chats), chats_per_batch)
         else:
             self.sizes = self._measure_lengths(progress)
             self.packed = pack_batches(self.chats, self.sizes, config.tokens_per_batch, config.seed)
-            self.batches_per_epoch = count_batches(len(self.packed), accelerator.num_processes)
+        self.batches_per_epoch = len(self._epoch_batches(0))
         assert config.epochs is not None
         self.epochs = config.epochs
         self.steps = -(-self.epochs * self.batches_per_epoch // config.accumulate)
@@ -259,8 +256,8 @@ class Trainer:
         counts = torch.zeros(len(COUNTERS), dtype=torch.long)
         for batch in batches:
             chats = sum(index != FILLER for index in batch.indices)
-            read = chats, sum(batch.lengths), int(batch.loss_mask.sum())
-            counts += torch.tensor([*read, batch.truncated, len(batch.errors), batch.unused])
+            used = chats, sum(batch.lengths), int(batch.loss_mask.sum())
+            counts += torch.tensor([*used, batch.truncated, len(batch.errors), batch.unused])
             for error in batch.errors:
                 self._described += 1
                 if self._described <= MAX_DESCRIBED:

@@ -10,7 +10,7 @@ import glob
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -40,6 +40,8 @@ MAX_TURNS = 1024
 
 #: Called with numbers of new tokens.
 TokenCallback = Callable[[int], None]
+#: Chats in the order in which they end.
+Drafts = Generator["Draft", None, None]
 
 
 def ignore_tokens(count: int) -> None:
@@ -86,7 +88,9 @@ class Turn:
 class Script(Protocol):
     """What is written. Several threads may call the methods, each with chats of its own."""
 
-    config: RegenerateConfig
+    @property
+    def config(self) -> RegenerateConfig:
+        """The options, among them the batch size."""
 
     def next_turn(self, draft: Draft) -> Turn | None:
         """Return what to write next; None if the chat is complete."""
@@ -116,7 +120,7 @@ class LocalWriter:
         self.model = EagleFSD(loaded.target.model, None, tokenizer=loaded.tokenizer)
         self._ends = lru_cache(self._find_ends)
 
-    def write(self, script: Script, drafts: Iterator[Draft | None]) -> Iterator[Draft]:
+    def write(self, script: Script, drafts: Iterator[Draft | None]) -> Drafts:
         """Yield chats in the order in which they end; where ``drafts`` yields None, none begins.
 
         A chat that goes on takes the place of its last turn in the batch.
@@ -126,14 +130,13 @@ class LocalWriter:
         with closing(self.model.batch(script.config.batch_size)) as batch:
             while True:
                 while batch.free and (draft := begun.popleft() if begun else next(drafts, None)):
-                    turn = script.next_turn(draft)
-                    request = turn and self._request(turn)
-                    if turn is not None and request is not None:
+                    if (turn := script.next_turn(draft)) is None:
+                        yield draft
+                    elif (request := self._request(turn)) is not None:
                         running[batch.add(request)] = draft, turn
-                        continue
-                    if turn is not None:
+                    else:
                         script.take(draft, turn, "", False, "the context is full")
-                    yield draft
+                        yield draft
                 if not running:
                     return
                 for answer, chunk in batch.step():
@@ -191,7 +194,7 @@ class ServerWriter:
         self.fingerprint = {"server": self.endpoint.redacted_url, "model": model}
         self.concurrency, self.on_tokens, self.prefix = server.concurrency, on_tokens, prefix
 
-    def write(self, script: Script, drafts: Iterator[Draft | None]) -> Iterator[Draft]:
+    def write(self, script: Script, drafts: Iterator[Draft | None]) -> Drafts:
         """Yield chats in the order in which they end.
 
         The first SIGINT or SIGTERM ends the iteration after the chats in progress, the second one
