@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.model.acceptance import DelayedRule, WrappedRule
-from eagle_fsd.model.verify import AcceptanceRule
+from eagle_fsd.model.verify import AcceptanceRule, Origin, Verification, VerificationInputs
 
 #: Seconds between two lines about the tokens that the rule accepted.
 REPORT_INTERVAL = 60.0
@@ -92,3 +92,18 @@ class RuleStates:
         """Set the states ``[B, W]`` of the requests of the last :meth:`of`."""
         assert self._now is not None
         self._values[self._now] = state
+
+
+class EngineRule:
+    """A rule with what it keeps between the steps of an engine."""
+
+    def __init__(self, rule: AcceptanceRule, log: logging.Logger) -> None:
+        self.rule = rule
+        self.counter = Counter(log)
+        self.states = RuleStates(rule)
+
+    def record(self, inputs: VerificationInputs, found: Verification, kept: bool) -> None:
+        """Count the tokens of a step and, if they are ``kept``, advance the rule's states."""
+        self.counter.add((found.origins == int(Origin.FUZZY)).sum(), found.count.sum())
+        if kept:
+            self.states.store(self.rule.advance(inputs, found))

@@ -11,13 +11,12 @@ chain, ``T`` drafted tokens of all requests, ``V`` vocabulary.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from eagle_fsd.engines.bookkeeping import Counter, RuleStates
+from eagle_fsd.engines.bookkeeping import EngineRule
 from eagle_fsd.engines.settings import innermost
 from eagle_fsd.model.acceptance import BudgetRule
 from eagle_fsd.model.tree import DraftTree
@@ -165,14 +164,10 @@ def emitted(inputs: VerificationInputs, tokens: Tensor, accepted: Tensor) -> Ver
     return Verification(tokens, origins, count, path, accepted)
 
 
-class ChainVerifier:
-    """A rule with what it keeps between the steps of an engine."""
+class ChainVerifier(EngineRule):
+    """A rule on the chains of an engine."""
 
-    def __init__(self, rule: AcceptanceRule, log: logging.Logger) -> None:
-        self.rule = rule
-        self.counter = Counter(log)
-        self.states = RuleStates(rule)
-        self._step: tuple[VerificationInputs, Tensor, bool] | None = None
+    _step: tuple[VerificationInputs, Tensor, bool] | None = None
 
     def relax(
         self,
@@ -208,7 +203,4 @@ class ChainVerifier:
             return
         inputs, accepted, kept = self._step
         self._step = None
-        found = emitted(inputs, tokens, accepted)
-        self.counter.add((found.origins == int(Origin.FUZZY)).sum(), found.count.sum())
-        if kept:
-            self.states.store(self.rule.advance(inputs, found))
+        self.record(inputs, emitted(inputs, tokens, accepted), kept)

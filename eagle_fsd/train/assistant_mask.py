@@ -56,8 +56,7 @@ def assistant_spans(
 ) -> tuple[str, list[tuple[int, int]]]:
     """Format a chat, and locate the assistant's answers as (start, end) offsets of the text.
 
-    A span starts after the generation prompt and includes the end-of-turn token. It excludes
-    whitespace and beginning-of-sequence tokens that some templates add after a turn.
+    A span includes the end-of-turn token, and neither whitespace nor ``bos_token`` after it.
     """
     text = chat_template.render(chat)
     spans = []
@@ -100,8 +99,7 @@ def _find_rewritten_turn(
 ) -> tuple[int, int]:
     """Locate a turn that the template formats differently if other turns follow.
 
-    The turn's content is searched for after the text of the earlier turns and before the content of
-    the next turn that has any.
+    It is searched for between the text of the earlier turns and the next turn's content.
     """
     content = chat[index]["content"].strip()
     before = chat_template.render(chat[:index])

@@ -1,8 +1,7 @@
 """Read chat files in ShareGPT's and OpenAI's layouts, as a JSON array or as JSON Lines.
 
 Opening a file reads it once to validate every record and to note its position. A chat is then read
-from disk when it is accessed, in any order. Memory use is about 24 bytes per chat, whatever the
-file size.
+from disk when it is accessed. Memory use is about 24 bytes per chat, whatever the file size.
 
 A malformed turn ends its chat: the exchanges before it are kept, and a record without any is
 skipped. Only the assistant's answers are trained on; see :func:`is_answer`.
@@ -17,6 +16,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,27 +24,18 @@ from eagle_fsd.bundled import problems
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.progress import Progress
 
-#: Bytes read at a time.
-CHUNK_BYTES = 1 << 20
+#: Bytes between two reports of progress.
+REPORT_BYTES = 1 << 20
 #: Number of skipped records to describe; further ones are only counted.
 MAX_DESCRIBED = 20
 #: Keys of a turn's role and content, by the key of the turns: ShareGPT's layout, then OpenAI's.
 LAYOUTS = {"conversations": ("from", "value"), "messages": ("role", "content")}
 #: A message's role, by the name of the turn's. A ``function_call`` is a tool call of the assistant.
 ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",
-    "system": "system",
-    "developer": "system",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "assistant", "function_call"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
 }
 #: Keys that a template may need to render the result of a tool call.
 TOOL_KEYS = ("name", "tool_call_id")
@@ -56,17 +47,13 @@ Chat = list[dict[str, Any]]
 def is_answer(message: Mapping[str, Any]) -> bool:
     """Return whether a message is an answer of the assistant, which the loss covers.
 
-    All other messages are context. So are tool calls, which depend on definitions of tools that the
-    target is not shown.
+    Tool calls are context: they depend on definitions of tools that the target is not shown.
     """
     return message["role"] == "assistant" and "tool_calls" not in message
 
 
 class RecordError(ValueError):
-    """A record, or a turn, is malformed.
-
-    Records are counted by ``reason``, which leaves out the particulars of the message.
-    """
+    """A record, or a turn, is malformed; ``reason`` leaves out the particulars."""
 
     def __init__(self, reason: str, details: str | None = None) -> None:
         super().__init__(details or reason)
@@ -76,9 +63,8 @@ class RecordError(ValueError):
 class ChatFile(Sequence[Chat]):
     """The valid chats of a file, JSON Lines or one JSON array; raises ValueError if there are none.
 
-    ``skip_reasons`` counts skipped records by reason, ``shorten_reasons`` those whose chat ends
-    before a malformed turn, and ``skipped_records`` describes the first :data:`MAX_DESCRIBED`
-    skipped ones. ``progress`` is called with the bytes read and the size of the file.
+    Counts skipped records by reason, and those whose chat ends before a malformed turn.
+    ``progress`` is called with the bytes read and the size of the file.
     """
 
     def __init__(self, path: str | Path, progress: Progress | None = None) -> None:
@@ -89,7 +75,6 @@ class ChatFile(Sequence[Chat]):
         self.skipped_records: list[str] = []
         self._offsets, self._sizes, self._lines = array("Q"), array("Q"), array("Q")
         self._file: BinaryIO | None = None
-        self._owner = -1
         total, reported = self.path.stat().st_size, 0
         with self.path.open("rb") as file:
             for offset, line, text in _records(file):
@@ -106,10 +91,9 @@ class ChatFile(Sequence[Chat]):
                     self._offsets.append(offset)
                     self._sizes.append(len(text))
                     self._lines.append(line)
-                end = offset + len(text)
-                if progress is not None and end - reported >= CHUNK_BYTES:
-                    reported = end
-                    progress(end, total)
+                if progress is not None and offset - reported >= REPORT_BYTES:
+                    reported = offset
+                    progress(offset, total)
         if not len(self):
             first = f": {self.skipped_records[0]}" if self.skipped else ""
             raise ValueError(f"{self.path} holds no valid chat{first}")
@@ -118,15 +102,15 @@ class ChatFile(Sequence[Chat]):
         return len(self._offsets)
 
     def __getitem__(self, index: int) -> Chat:  # type: ignore[override]
-        # Each worker process opens the file itself: a shared file object has a shared position.
-        if self._file is None or self._owner != os.getpid():
-            self._file, self._owner = self.path.open("rb"), os.getpid()
-        self._file.seek(self._offsets[index])
-        chat, _ = parse_chat(self._file.read(self._sizes[index]))
+        if self._file is None:
+            self._file = self.path.open("rb")
+        # Worker processes share the file's position, which this does not use.
+        text = os.pread(self._file.fileno(), self._sizes[index], self._offsets[index])
+        chat, _ = parse_chat(text)
         return chat
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None, "_owner": -1}
+        return {**self.__dict__, "_file": None}
 
     @property
     def skipped(self) -> int:
@@ -173,10 +157,9 @@ def write_chats(path: Path, count: int = 3000, seed: int = 3) -> Path:
 def parse_chat(text: bytes) -> tuple[Chat, RecordError | None]:
     """Parse one record; also return what is wrong with the turn that ended the chat, if one did.
 
-    User and assistant turns alternate. System turns are context and may stand anywhere, results of
-    tools anywhere after the first user turn. What precedes the first user turn (ShareGPT splits
-    long chats) is dropped, apart from system turns. So is what follows the last answer. A record
-    without an answer before its first malformed turn raises :class:`RecordError`.
+    User and assistant turns alternate; system turns may stand anywhere, results of tools after the
+    first user turn. What precedes it (ShareGPT splits long chats) is dropped, apart from system
+    turns. So is what follows the last answer. Raises :class:`RecordError` if there is no answer.
     """
     try:
         record = json.loads(text)
@@ -251,17 +234,13 @@ def _parse_turn(number: int, turn: Any, role_key: str, content_key: str) -> dict
 def _parse_tool_calls(
     number: int, turn: dict[str, Any], name: Any, content: Any
 ) -> list[dict[str, Any]]:
-    """Return an assistant turn's tool calls in OpenAI's layout, with decoded arguments.
-
-    They are in ``tool_calls``, in ``function_call`` (OpenAI's earlier layout), or, as JSON, the
-    content of a ``function_call`` turn.
-    """
+    """Return an assistant turn's tool calls in OpenAI's layout, with decoded arguments."""
     try:
-        if name == "function_call":
+        if name == "function_call":  # ShareGPT's
             functions = json.loads(content)
             functions = functions if isinstance(functions, list) else [functions]
             calls = [{"function": function} for function in functions]
-        elif turn.get("function_call"):
+        elif turn.get("function_call"):  # OpenAI's earlier layout
             calls = [{"function": turn["function_call"]}]
         else:
             calls = turn.get("tool_calls") or []
@@ -283,10 +262,19 @@ def _parse_tool_calls(
 
 def _records(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
     """Yield the byte offset, line number and bytes of every record."""
-    first = file.read(CHUNK_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+    first = file.read(REPORT_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
     file.seek(0)
+    line = 1
     if first == b"[":
-        yield from _array_records(file)
+        with mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+            counted = 0  # bytes whose line ends are in `line`
+            for start, end in _array_elements(data):
+                text = data[start:end]
+                start += len(text) - len(text.lstrip())
+                line += data[counted:start].count(b"\n")
+                counted = start
+                if text := text.strip():
+                    yield start, line, text
         return
     offset = 0
     for line, text in enumerate(file, 1):
@@ -300,47 +288,28 @@ _OUTSIDE_STRING = re.compile(rb'["\[\]{},]')
 _INSIDE_STRING = re.compile(rb'"|\\.', re.DOTALL)
 
 
-def _array_records(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
-    """Split a JSON array into its elements by counting brackets, one chunk in memory at a time.
+def _array_elements(data: mmap) -> Iterator[tuple[int, int]]:
+    """Yield where the elements of a JSON array begin and end, by counting brackets.
 
     Elements that are not objects, or not valid JSON between their brackets, are yielded as well.
     """
-    depth, in_string = 0, False
-    record = bytearray()  # bytes since the last comma between elements
-    offset, lines = 0, 1
-    while chunk := file.read(CHUNK_BYTES):
-        while chunk.endswith(b"\\") and (more := file.read(1)):
-            chunk += more  # keep an escape sequence in one chunk
-        position = record_start = 0
-        while found := (_INSIDE_STRING if in_string else _OUTSIDE_STRING).search(chunk, position):
-            start, position, symbol = found.start(), found.end(), found.group()
-            if symbol == b'"':
-                in_string = not in_string
-                continue
-            if in_string:
-                continue
-            if symbol in b"[{":
-                depth += 1
-            elif symbol in b"]}":
+    depth = position = start = 0
+    in_string = False
+    while found := (_INSIDE_STRING if in_string else _OUTSIDE_STRING).search(data, position):
+        symbol, position = found.group(), found.end()
+        if symbol == b'"':
+            in_string = not in_string
+        elif in_string:  # an escape sequence
+            continue
+        elif symbol in b"[{":
+            depth += 1
+            if depth == 1:
+                start = position
+        else:
+            if symbol != b",":
                 depth -= 1
-            if depth == 1 and symbol == b"[":
-                record_start = position
-            elif (depth == 1 and symbol == b",") or (depth == 0 and symbol == b"]"):
-                record += chunk[record_start:start]
-                if record.strip():
-                    line = lines + chunk.count(b"\n", 0, start)
-                    yield _element(record, offset + start, line)
-                record.clear()
-                record_start = position
-        if depth:
-            record += chunk[record_start:]
-        lines += chunk.count(b"\n")
-        offset += len(chunk)
-    if record.strip():
-        yield _element(record, offset, lines)
-
-
-def _element(record: bytearray, end: int, line: int) -> tuple[int, int, bytes]:
-    """Return offset, line number and bytes of an element, given where its whitespace ends."""
-    text = bytes(record.lstrip())
-    return end - len(text), line - text.count(b"\n"), text.rstrip()
+            if (depth, symbol) in ((1, b","), (0, b"]")):
+                yield start, found.start()
+                start = position
+    if depth:
+        yield start, len(data)

@@ -56,6 +56,11 @@ MaxLength = Annotated[
     int, Field(ge=8, le=1_048_576, description="Tokens per chat; longer chats are truncated.")
 ]
 HEAD_TYPE_DESCRIPTION = "Kind of head: eagle (EAGLE-1/2) or eagle3."
+BatchSize = Annotated[int, Field(ge=1, le=4096)]
+Steps = Annotated[int, Field(ge=1, le=10**9)]
+Weight = Annotated[float, Field(ge=0.0, le=1e6)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Temperature = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 DeviceMap = Annotated[
     str | None,
     Field(
@@ -104,14 +109,14 @@ class TrainConfig(Options):
     max_steps: int | None = Field(
         None, ge=1, description="Stop after this many optimizer steps; default: no limit."
     )
-    batch_size: int = Field(4, ge=1, le=4096, description="Chats per batch and process.")
+    batch_size: BatchSize = Field(4, description="Chats per batch and process.")
     tokens_per_batch: int | None = Field(
         None,
         ge=8,
         le=2**31,
         description="Tokens per batch and process, padding included; replaces --batch-size.",
     )
-    accumulate: int = Field(1, ge=1, le=4096, description="Batches per optimizer step.")
+    accumulate: BatchSize = Field(1, description="Batches per optimizer step.")
     max_length: MaxLength = 2048
     lr: float | None = Field(
         None,
@@ -123,9 +128,7 @@ class TrainConfig(Options):
     warmup: int = Field(
         2000, ge=0, le=10**9, description="Warm-up steps, at most a tenth of all steps."
     )
-    weight_decay: float = Field(
-        0.01, ge=0.0, le=1.0, description="Weight decay of AdamW; eagle3: 0 by default."
-    )
+    weight_decay: Share = Field(0.01, description="Weight decay of AdamW; eagle3: 0 by default.")
     beta1: float = Field(0.9, ge=0.0, le=0.9999, description="First beta of AdamW.")
     beta2: float = Field(0.95, ge=0.0, le=0.99999, description="Second beta of AdamW.")
     clip: float = Field(0.5, ge=0.0, description="Maximum norm of the gradient.")
@@ -135,24 +138,16 @@ class TrainConfig(Options):
         le=10.0,
         description="Half-width of the uniform noise added to the features; eagle3: 0 by default.",
     )
-    feature_weight: float = Field(
-        1.0,
-        ge=0.0,
-        le=1e6,
-        description="Weight of the smooth-L1 loss on the features; eagle3: always 0.",
+    feature_weight: Weight = Field(
+        1.0, description="Weight of the smooth-L1 loss on the features; eagle3: always 0."
     )
-    token_weight: float = Field(
+    token_weight: Weight = Field(
         0.1,
-        ge=0.0,
-        le=1e6,
         description="Weight of the cross-entropy with the target's distribution; eagle3: 1 by"
         " default.",
     )
-    divergence_weight: float = Field(
-        1.0,
-        ge=0.0,
-        le=1e6,
-        description="Weight of the divergence between target and draft; eagle3: 0 by default.",
+    divergence_weight: Weight = Field(
+        1.0, description="Weight of the divergence between target and draft; eagle3: 0 by default."
     )
     divergence_loss: Annotated[DivergenceLoss, find_divergence] = Field(
         "js", description="Divergence used as a loss."
@@ -164,11 +159,8 @@ class TrainConfig(Options):
         description="Runs of the head over each chat. Each reads the features that the one before"
         " predicted; gradients flow back through all of them. eagle3: 7 by default.",
     )
-    unroll_decay: float = Field(
-        1.0,
-        ge=0.0,
-        le=1.0,
-        description="Weight of each run relative to the one before; eagle3: 0.8 by default.",
+    unroll_decay: Share = Field(
+        1.0, description="Weight of each run relative to the one before; eagle3: 0.8 by default."
     )
     bias: bool = Field(
         False, description="Give the fc layer of an eagle head a bias (vLLM's has none)."
@@ -179,9 +171,9 @@ class TrainConfig(Options):
     validation: int = Field(
         32, ge=0, le=100_000, description="Chats held out for validation, at most a tenth of all."
     )
-    validate_every: int = Field(1000, ge=1, le=10**9, description="Steps between validations.")
-    checkpoint_every: int = Field(500, ge=1, le=10**9, description="Steps between checkpoints.")
-    log_every: int = Field(10, ge=1, le=10**9, description="Steps between lines of metrics.")
+    validate_every: Steps = Field(1000, description="Steps between validations.")
+    checkpoint_every: Steps = Field(500, description="Steps between checkpoints.")
+    log_every: Steps = Field(10, description="Steps between lines of metrics.")
     workers: int = Field(0, ge=0, le=256, description="Processes that read and tokenize chats.")
     compile: bool = Field(
         False, description="Compile the decoder layers (on a CPU this needs a C++ compiler)."
@@ -216,8 +208,7 @@ class TrainConfig(Options):
     def learning_rate(self, hidden_size: int) -> float:
         """Return the peak learning rate: ``lr``, or the published one times 4096 / ``hidden_size``.
 
-        With Adam, the best learning rate falls as layers get wider; with the rate for a 7B model's
-        head, narrow heads hardly train.
+        With Adam, the best learning rate falls as layers get wider.
         """
         if self.lr is not None:
             return self.lr
@@ -287,7 +278,7 @@ class FeaturesRequest(TargetOptions):
     out: Path = Field(description="Folder for the features; an interrupted run resumes there.")
     head_type: HeadType = Field("eagle", description=HEAD_TYPE_DESCRIPTION)
     max_length: MaxLength = 2048
-    batch_size: int = Field(4, ge=1, le=4096, description="Chats per forward pass.")
+    batch_size: BatchSize = Field(4, description="Chats per forward pass.")
 
 
 class RanksRequest(TargetOptions):
@@ -338,17 +329,13 @@ class RegenerateServer(Options):
 class RegenerateConfig(SamplingConfig):
     """Sampling, length and batch size of rewritten turns."""
 
-    temperature: float = Field(
+    temperature: Temperature = Field(
         0.7,
-        ge=0.0,
-        allow_inf_nan=False,
         description="Sampling temperature; 0 is greedy decoding, and at 1 small models write"
         " nonsense.",
     )
     seed: int = Field(0, ge=0, le=2**31, description="Seed of sampling.")
-    batch_size: int = Field(
-        16, ge=1, le=4096, description="Chats that the loaded target writes at once."
-    )
+    batch_size: BatchSize = Field(16, description="Chats that the loaded target writes at once.")
     max_new_tokens: int = Field(512, ge=1, description="Maximum number of new tokens per turn.")
 
 
@@ -368,9 +355,7 @@ class SynthesizeRequest(TargetOptions):
 class SynthesizeConfig(RegenerateConfig):
     """Sampling, length and subjects of chats that the target writes."""
 
-    user_temperature: float = Field(
-        1.0, ge=0.0, allow_inf_nan=False, description="Sampling temperature of user messages."
-    )
+    user_temperature: Temperature = Field(1.0, description="Sampling temperature of user messages.")
     user_top_p: float = Field(
         0.9, gt=0.0, le=1.0, description="Nucleus of user messages; 1 is off."
     )
@@ -386,9 +371,7 @@ class SynthesizeConfig(RegenerateConfig):
         description="Beginnings of the first user message, which chats use in turn, to choose"
         " languages or subjects.",
     )
-    batch_size: int = Field(
-        32, ge=1, le=4096, description="Chats that the loaded target writes at once."
-    )
+    batch_size: BatchSize = Field(32, description="Chats that the loaded target writes at once.")
 
 
 class ExportRequest(TargetOptions):

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -26,11 +27,10 @@ FILLER = -1
 
 @dataclass
 class Example:
-    """One chat, or why it could not be encoded (``error``); it then contributes no loss.
+    """One chat, or why it could not be encoded (``error``); ``index`` may be :data:`FILLER`.
 
-    ``index`` is that of the chat in the data, or :data:`FILLER`; ``features`` are ``[S, H]`` stored
-    hidden states of the target, or None if they must be computed, and ``best`` ``[S]`` the tokens
-    that are the target's most likely after them, where the loss needs one.
+    ``features`` ``[S, H]`` are stored hidden states of the target, and ``best`` ``[S]`` the tokens
+    that are its most likely after them, where the loss needs one.
     """
 
     index: int
@@ -51,8 +51,7 @@ class Example:
 class TrainingBatch:
     """Chats padded on the right: ``[B, S]`` ids and mask; ``[B, S, H]`` stored features.
 
-    ``errors`` says why chats could not be encoded, ``unused`` counts the others of which the loss
-    covers no token, and ``lengths`` leave out padding.
+    ``unused`` counts chats without errors of which the loss covers no token.
     """
 
     ids: Tensor
@@ -76,17 +75,12 @@ class TrainingBatch:
 
     def to(self, device: torch.device) -> TrainingBatch:
         """Return the batch with its tensors on another device."""
-
-        def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
-
-        return replace(
-            self,
-            ids=moved(self.ids),
-            assistant_mask=moved(self.assistant_mask),
-            features=None if self.features is None else moved(self.features),
-            best=None if self.best is None else moved(self.best),
-        )
+        tensors: Any = {
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, **tensors)
 
 
 class ChatDataset(Dataset[Example]):
@@ -127,34 +121,26 @@ def collate(examples: Sequence[Example]) -> TrainingBatch:
 
     All of the examples have stored features, or none.
     """
-    width = max(2, *(len(item.ids) for item in examples))
     silent = [item for item in examples if item.index != FILLER and not item.contributes]
-    ids = torch.zeros(len(examples), width, dtype=torch.long)
-    mask = torch.zeros(len(examples), width, dtype=torch.bool)
-    stored = [item.features for item in examples if item.features is not None]
-    features = best = None
-    if stored:
-        features = stored[0].new_zeros(len(examples), width, stored[0].shape[-1])
-    if all(item.best is not None for item in examples):
-        best = torch.zeros_like(ids)
-    for row, item in enumerate(examples):
-        ids[row, : len(item.ids)] = torch.tensor(item.ids)
-        mask[row, : len(item.ids)] = torch.tensor(item.assistant_mask)
-        if features is not None and item.features is not None:
-            features[row, : len(item.ids)] = item.features
-        if best is not None and item.best is not None:
-            best[row, : len(item.ids)] = item.best
+    features = [item.features for item in examples if item.features is not None]
+    best = [item.best.long() for item in examples if item.best is not None]
     return TrainingBatch(
-        ids,
-        mask,
+        _pad([torch.tensor(item.ids) for item in examples]),
+        _pad([torch.tensor(item.assistant_mask) for item in examples]),
         indices=[item.index for item in examples],
         lengths=[len(item.ids) for item in examples],
         truncated=sum(item.truncated for item in examples),
         errors=tuple(item.error for item in examples if item.error),
         unused=sum(item.error is None for item in silent),
-        features=features,
-        best=best,
+        features=_pad(features) if features else None,
+        best=_pad(best) if len(best) == len(examples) else None,
     )
+
+
+def _pad(rows: Sequence[Tensor]) -> Tensor:
+    """Stack rows ``[S, ...]``, padded with zeros to the longest, but at least to 2."""
+    two = rows[0].new_zeros(2, *rows[0].shape[1:])
+    return pad_sequence([*rows, two], batch_first=True)[:-1]
 
 
 def shuffled_batches(
@@ -168,10 +154,9 @@ def shuffled_batches(
 ) -> list[list[int]]:
     """Return one process's part of every batch of an epoch, as lists of chat indices.
 
-    Chats are shuffled by ``seed`` and ``epoch`` alone and grouped by similar length into batches of
-    ``batch_size * processes``, of which each process takes a slice. Two processes therefore see the
-    same batches as one process with twice the batch size. Every chat is used once per epoch. The
-    last batch is padded with :data:`FILLER`.
+    Chats are grouped by similar length into batches of ``batch_size * processes``, of which each
+    process takes a slice: two processes see the batches of one process with twice the batch size.
+    The last batch is padded with :data:`FILLER`.
     """
     total, start = batch_size * processes, batch_size * process
     generator = _epoch_generator(seed, epoch)
@@ -193,13 +178,12 @@ def shared_batches(
 ) -> list[list[int]]:
     """Return one process's batches of an epoch, in random order.
 
-    The batches are the same in every epoch, only their order differs, so that every epoch has the
-    same number of them. Of every ``processes`` consecutive ones each process takes one: several
-    processes see the batches that one process accumulates. :data:`FILLER` completes the last group.
+    Of every ``processes`` consecutive ones each process takes one: several processes see the
+    batches that one process accumulates. :data:`FILLER` completes the last group.
     """
     order = torch.randperm(len(batches), generator=_epoch_generator(seed, epoch)).tolist()
     own = [batches[number] for number in order[process::processes]]
-    return own + [[FILLER]] * (count_batches(len(batches), processes) - len(own))
+    return own + [[FILLER]] * (-(-len(batches) // processes) - len(own))
 
 
 def _epoch_generator(seed: int, epoch: int) -> torch.Generator:
@@ -270,8 +254,7 @@ def rank_by_frequency(counts: Tensor) -> Tensor:
 def check_contribution(data: Dataset[Example], chats: Sequence[int], seed: int) -> None:
     """Raise ValueError, with the reasons, if the loss covers no token of any chat.
 
-    Chats are encoded in random order up to the first one that contributes, so the check is fast
-    unless there is none.
+    Chats are encoded in random order up to the first one that contributes.
     """
     generator = torch.Generator().manual_seed(seed)
     truncated = rejected = 0
@@ -283,21 +266,13 @@ def check_contribution(data: Dataset[Example], chats: Sequence[int], seed: int) 
         truncated += example.truncated
         rejected += example.error is not None
         error = error or example.error
-    others = len(chats) - truncated - rejected
-    reasons = [
-        f"{truncated:,} are truncated before an answer (raise max_length)" if truncated else "",
-        f"{rejected:,} cannot be encoded ({error})" if rejected else "",
-        f"{others:,} have no answer tokens" if others else "",
-    ]
-    raise ValueError(
-        f"no token of the {len(chats):,} chats contributes to the loss:"
-        f" {', '.join(filter(None, reasons))}"
-    )
-
-
-def count_batches(chats: int, batch_size: int) -> int:
-    """Return the number of batches; the last one may be smaller."""
-    return -(-chats // batch_size)
+    reasons = {
+        "are truncated before an answer (raise max_length)": truncated,
+        f"cannot be encoded ({error})": rejected,
+        "have no answer tokens": len(chats) - truncated - rejected,
+    }
+    found = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count)
+    raise ValueError(f"no token of the {len(chats):,} chats contributes to the loss: {found}")
 
 
 def split_validation(count: int, validation: int, seed: int) -> tuple[list[int], list[int]]:

@@ -74,11 +74,7 @@ ARCHITECTURES = {
 
 
 def export_head(request: ExportRequest, *, token: str | None = None) -> Path:
-    """Convert a head for another engine.
-
-    Raises ValueError if the engine has no EAGLE head for this family or of this type, the output
-    folder is not empty, or the head has a bias that vLLM would ignore.
-    """
+    """Convert a head for another engine; raises ValueError if that is impossible."""
     path = request.target or BUNDLED_TARGET
     try:
         model = load_embeddings(path, request.dtype, token=token)

@@ -1,14 +1,12 @@
 """Features stored once for several trainings, as safetensors shards with an index beside them.
 
-Features take ``hidden_size`` numbers per token and hidden state, so :func:`store_features`
-estimates their size before it writes anything. Several processes share the work: each computes
-consecutive chats and writes shards of its own, and the main process writes the index.
+Several processes share the work: each computes consecutive chats and writes shards of its own, and
+the main process writes the index.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -48,18 +46,16 @@ def estimate_bytes(data: ChatDataset, feature_size: int) -> int:
     generator = torch.Generator().manual_seed(0)
     sample = torch.randperm(len(data), generator=generator)[:SAMPLE_CHATS].tolist()
     tokens = sum(len(data[index].ids) for index in sample) / len(sample) * len(data)
-    return int(
-        tokens * (feature_size * STORAGE_DTYPE.itemsize + 4 + 4 + 1)
-    )  # and two int32, a uint8
+    numbers = 4 + 4 + 1  # two int32 and a uint8
+    return int(tokens * (feature_size * STORAGE_DTYPE.itemsize + numbers))
 
 
 class FeatureStore(Dataset[Example]):
     """Stored features, one example per chat in the order of the chat file.
 
-    While the store is incomplete, chats may be missing between others; those after them then have
-    smaller indices than in the chat file. Raises ValueError if the folder holds no features, or
-    features with another ``fingerprint``: that of :meth:`LoadedTarget.fingerprint`, ``states``, the
-    hidden states that are stored, and ``dtype``, the target's data type.
+    In an incomplete store, chats may be missing between others. Raises ValueError if the folder
+    holds no features, or features with another ``fingerprint``: that of
+    :meth:`LoadedTarget.fingerprint` with ``states`` and the target's ``dtype``.
     """
 
     def __init__(self, folder: str | Path, fingerprint: dict[str, Any] | None = None) -> None:
@@ -94,7 +90,6 @@ class FeatureStore(Dataset[Example]):
                 difference = ", ".join(changed) or "other fields"
                 raise ValueError(f"{folder} holds features of other data: {difference}")
         self._open_shards: dict[int, Any] = {}
-        self._owner = -1
 
     def __len__(self) -> int:
         return len(self._locations)
@@ -121,15 +116,13 @@ class FeatureStore(Dataset[Example]):
         return self._locations[index][2]
 
     def _open_shard(self, number: int) -> Any:
-        if self._owner != os.getpid():  # each worker process opens the files for itself
-            self._open_shards, self._owner = {}, os.getpid()
         if number not in self._open_shards:
             path = self.folder / self.shards[number]["file"]
             self._open_shards[number] = safe_open(path, framework="pt")
         return self._open_shards[number]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open_shards": {}, "_owner": -1}
+        return {**self.__dict__, "_open_shards": {}}
 
 
 def store_features(
@@ -141,10 +134,10 @@ def store_features(
 ) -> FeatureStore | None:
     """Compute and store the target's features of chats; return None on all but the main process.
 
-    Every process that ``accelerate launch`` or ``torchrun`` started calls this; all of them must
-    see the same output folder. ``progress`` reports ``reading`` (in bytes) and ``features`` (in
-    chats). ``on_estimate`` is called before anything is written, with the estimated bytes, the free
-    bytes and the number of chats; OSError is raised if there is too little space.
+    Every process of ``accelerate launch`` or ``torchrun`` calls this, with the same output folder.
+    ``progress`` reports ``reading`` (in bytes) and ``features`` (in chats). ``on_estimate`` is
+    called first, with the estimated bytes, the free bytes and the number of chats; OSError is
+    raised if there is too little space.
     """
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     check_device_map(request.device_map, state.num_processes)
@@ -163,14 +156,10 @@ def store_features(
         raise OSError(
             f"{request.out} has {format_bytes(free)} free; about {format_bytes(needed)} are needed"
         )
-    fingerprint = {
-        **loaded.fingerprint(request.data, request.max_length),
-        "states": list(states),
-        "dtype": str(loaded.target.dtype).removeprefix("torch."),
-    }
-    source = chats, loaded.target, request.out, fingerprint, request.batch_size
+    fingerprint = loaded.fingerprint(request.data, request.max_length)
+    source = chats, loaded.target, states, request.out, fingerprint, request.batch_size
     with progress("features") as report:
-        store = write_features(*source, progress=report, state=state)
+        store = write_features(*source, progress=report)
     state.destroy_process_group()
     return store if is_main else None
 
@@ -178,56 +167,50 @@ def store_features(
 def write_features(
     data: ChatDataset,
     target: Target,
+    states: Sequence[int],
     folder: str | Path,
     fingerprint: dict[str, Any],
     batch_size: int = 4,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
-    state: PartialState | None = None,
 ) -> FeatureStore:
-    """Store the features of every chat that is not in a complete shard yet.
+    """Store the hidden states ``states`` of every chat that is not in a complete shard yet.
 
-    The result has the same examples whatever the number of processes, of this run and of earlier
-    ones that were interrupted. The processes of ``state`` share the work. The ``states`` of
-    ``fingerprint`` are the hidden states to store.
+    All processes share the work. The result has the same examples whatever their number, in this
+    run and in earlier ones that were interrupted.
     """
-    folder = Path(folder)
+    state, folder = PartialState(), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    dtype = str(target.dtype).removeprefix("torch.")
+    fingerprint = {**fingerprint, "states": list(states), "dtype": dtype}
     shards: list[dict[str, Any]] = []
     if (folder / INDEX_FILE).exists():
         shards = FeatureStore(folder, fingerprint).shards
-    if state is None or state.is_main_process:
-        _remove_unlisted(folder, shards)
-    if state is not None:
-        state.wait_for_everyone()  # before the index and the files change
+    if state.is_main_process:
+        listed = {shard["file"] for shard in shards}
+        for file in folder.glob("features-*"):  # that an interrupted run wrote
+            if SHARD_NAME.fullmatch(file.name) and file.name not in listed:
+                file.unlink()
+    state.wait_for_everyone()  # before the index and the files change
     batches = _missing_batches(shards, len(data), batch_size)
-    if state is not None:
-        batches = _share(batches, data, state.process_index, state.num_processes)
-    states = fingerprint["states"]
     token_bytes = target.hidden_size * len(states) * STORAGE_DTYPE.itemsize
-    work = _compute_shards(data, target, states, batches, max(1, shard_bytes // token_bytes))
+    first, last = (
+        len(batches) * (state.process_index + at) // state.num_processes for at in (0, 1)
+    )
+    share = batches[first:last]
+    work = _compute_shards(data, target, states, share, max(1, shard_bytes // token_bytes))
     while True:
         examples = next(work, None)
-        written = [] if examples is None else [_write_shard(folder, examples)]
-        if state is not None:
-            written = gather_object(written)  # of all processes
+        written = gather_object([] if examples is None else [_write_shard(folder, examples)])
         if not written:
             return FeatureStore(folder)
         shards = sorted([*shards, *written], key=lambda shard: int(shard["first"]))
         done = sum(len(shard["chats"]) for shard in shards)
-        if state is None or state.is_main_process:
+        if state.is_main_process:
             index = {"made_from": fingerprint, "complete": done == len(data), "shards": shards}
             atomic_write(folder / INDEX_FILE, json.dumps(index))
         if progress is not None:
             progress(done, len(data))
-
-
-def _remove_unlisted(folder: Path, shards: Sequence[dict[str, Any]]) -> None:
-    """Remove shards that an interrupted run wrote without listing them in the index."""
-    listed = {shard["file"] for shard in shards}
-    for file in folder.glob("features-*"):
-        if SHARD_NAME.fullmatch(file.name) and file.name not in listed:
-            file.unlink()
 
 
 def _missing_batches(shards: Sequence[dict[str, Any]], count: int, batch_size: int) -> list[range]:
@@ -241,20 +224,6 @@ def _missing_batches(shards: Sequence[dict[str, Any]], count: int, batch_size: i
         batches += [range(at, min(at + batch_size, stop)) for at in range(start, stop, batch_size)]
         start = resume
     return batches
-
-
-def _share(
-    batches: Sequence[range], data: ChatDataset, process: int, processes: int
-) -> list[range]:
-    """Return a process's part of the batches: consecutive ones, with a fair number of bytes."""
-    sizes = [sum(data.size(index) for index in batch) for batch in batches]
-    total, before = sum(sizes), 0
-    share = []
-    for batch, size in zip(batches, sizes, strict=True):
-        if (2 * before + size) * processes // (2 * total) == process:  # by the batch's middle
-            share.append(batch)
-        before += size
-    return share
 
 
 def _compute_shards(

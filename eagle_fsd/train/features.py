@@ -21,9 +21,8 @@ def compute_features(target: Target, ids: Tensor, states: Sequence[int] = (LAST,
     """Compute the hidden states ``states`` of padded ``[B, S]`` ids as one tensor ``[B, S, F]``.
 
     States are indices into Hugging Face's ``hidden_states``; the last one is after the final norm.
-    The target's parts may be spread over devices, or offloaded to CPU memory or disk: Hugging
-    Face's hooks move the inputs. The result is on the target's device, unless the output projection
-    is offloaded.
+    The target's parts may be spread over devices or offloaded, as Hugging Face's hooks move the
+    inputs. The result is on the target's device, unless the output projection is offloaded.
     """
     model = target.model.base_model
     if not target.embed.weight.is_meta:
@@ -58,9 +57,7 @@ def batch_features(target: Target, batch: TrainingBatch, states: Sequence[int] =
 def add_noise(features: Tensor, batch: TrainingBatch, half_width: float, seed: int) -> Tensor:
     """Add noise in ``[-half_width, half_width]`` that depends on the chat, not on its row or batch.
 
-    Its half-width is the same for every chat. EAGLE's training script (``eagle/train/main.py``)
-    divides by the chat's length ``n``: its half-width is ``0.1 * 512 / n``. Features and result are
-    ``[B, S - 1, F]``, the result in float32.
+    Features and result are ``[B, S - 1, F]``, the result in float32.
     """
     features = features.float()
     if not half_width:

@@ -1,7 +1,6 @@
 """The types of heads that can be trained: what they read, and how they are created and loaded.
 
-Shape letters: ``B`` chats, ``S`` tokens, ``F`` values of the features, ``H`` hidden size of the
-target.
+Shape letters: ``B`` chats, ``S`` tokens, ``F`` values of the features, ``H`` hidden size.
 """
 
 from __future__ import annotations
@@ -95,11 +94,7 @@ def split_features(head: DraftHead, features: Tensor) -> tuple[Tensor, Tensor]:
 def load_for_training(
     path: str | Path, head_type: HeadType, target: Target, token: str | None = None
 ) -> DraftHead:
-    """Load a head in float32, to continue its training.
-
-    Raises CheckpointError if it is a head of another type, ValueError if it belongs to another
-    target.
-    """
+    """Load a head in float32; raises CheckpointError if it is one of another type."""
     if is_eagle3(read_config(path, token), tensor_names(path, token)) != (head_type == "eagle3"):
         raise CheckpointError(f"{path} is not a head of type {head_type}; see --head-type")
     load = load_eagle3 if head_type == "eagle3" else load_head

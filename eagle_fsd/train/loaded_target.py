@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,9 @@ TRIAL_CHATS = 20
 
 @dataclass
 class LoadedTarget:
-    """A frozen target with its tokenizer and chat template.
+    """A frozen target, named as by :func:`target_name`, with its tokenizer and chat template.
 
-    ``name`` is the target's folder or Hub name, or ``bundled``; ``chat_template_name`` is None for
-    the tokenizer's own template.
+    ``chat_template_name`` is None for the tokenizer's own template.
     """
 
     name: str
@@ -62,10 +60,9 @@ class LoadedTarget:
         max_length: int | None = None,
         progress: Progress | None = None,
     ) -> ChatDataset:
-        """Open a chat file as a dataset encoded for this target, truncated at its context length.
+        """Open a chat file as a dataset for this target, truncated at its context length.
 
-        Raises ValueError if no chat is valid, or the template rejects the first
-        :data:`TRIAL_CHATS`.
+        Raises ValueError if no chat is valid, or the template rejects the first ones.
         """
         file = open_chat_file(path, progress)
         length = self._clamp_length(max_length)
@@ -76,11 +73,7 @@ class LoadedTarget:
         return data
 
     def fingerprint(self, path: str | Path, max_length: int | None = None) -> dict[str, Any]:
-        """Return everything that the encoded chats depend on.
-
-        Trainings, stored features and rewritten chats store this fingerprint and resume only if it
-        is unchanged.
-        """
+        """Return everything that the encoded chats depend on; runs resume only if it is equal."""
         return {
             "data": str(path),
             "bytes": Path(path).stat().st_size,
@@ -108,8 +101,7 @@ def load_frozen_target(
 ) -> Target:
     """Load a target without its tokenizer and chat template.
 
-    Training on stored features needs no ``layers``, only the embedding and the output projection;
-    where these cannot be loaded alone, the layers are loaded too.
+    Without ``layers``, only the embedding and the output projection, where that is possible.
     """
     path = options.target or BUNDLED_TARGET
     model = None
@@ -127,11 +119,9 @@ def fastest_dtype() -> str | None:
     """Return bfloat16 on a CPU that computes in it; None elsewhere, for the default."""
     if torch.cuda.is_available():
         return None
-    checks: Sequence[Any] = [
-        getattr(torch.cpu, name, None)
-        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    ]
-    return "bfloat16" if any(check is not None and check() for check in checks) else None
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    found = any(getattr(torch.cpu, name, bool)() for name in names)
+    return "bfloat16" if found else None
 
 
 def open_chat_file(path: str | Path, progress: Progress | None = None) -> ChatFile:

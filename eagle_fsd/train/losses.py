@@ -2,23 +2,16 @@
 
 EAGLE's losses (arXiv 2401.15077, section 3.2) compare the head's predicted feature with the
 target's feature (smooth L1), and the distributions that the target's output projection computes
-from both (cross-entropy). Uniform noise is added to the input features.
+from both (cross-entropy). The divergence of these distributions is what FSD's gate looks at.
 
 Unrolled training: during decoding, the head reads the target's features up to the root of the tree
 and its own predictions below. Training therefore runs the head over the chat several times, each
-time on the features predicted by the previous run, and compares the predictions of every run with
-the target. The loss is the weighted mean over the runs, and its gradient flows through predicted
-features into all earlier runs. The training-time test of EAGLE-3 (arXiv 2503.01840) does this with
-a weighted sum and no loss on features. HASS (arXiv 2408.15766) runs the head in the same way, but
-detaches the features between runs, sums the losses of the runs, and adds the cross-entropy on the
-target's ten most likely tokens.
+time on the features predicted by the previous run. ``docs/training.md`` compares this with
+published methods.
 
-Divergence: FSD accepts a token where ``Div(target, draft)`` is small, so training can minimize it.
-
-EAGLE-3 heads predict no features. As in the training code of EAGLE's authors
-(``eagle/traineagle3/cnets.py``), the target's distribution is restricted to the head's vocabulary
-and renormalized: it is the softmax of those logits. Positions where the target's most likely token
-is outside that vocabulary are left out. The divergence is that of the same two distributions.
+A head with a reduced vocabulary is compared as in ``eagle/traineagle3/cnets.py`` of EAGLE's
+authors: the target's distribution is the softmax of its logits of that vocabulary, and positions
+where its most likely token is another are left out.
 
 Shape letters: ``B`` chats, ``S`` pairs (tokens - 1), ``F`` values of the head's input, ``H`` hidden
 size, ``V`` vocabulary, ``D`` vocabulary of the head, ``R`` runs, ``n`` positions that the loss
@@ -71,12 +64,10 @@ class HeadLosses(nn.Module):
 
         ``features`` ``[B, S, F]`` are the hidden states that the head reads, noise included,
         ``tokens`` ``[B, S]`` the token after each, ``labels`` ``[B, S, H]`` the target's last
-        hidden state at that token, and ``loss_mask`` ``[B, S]`` the positions that the loss covers.
-        ``best`` ``[B, S]`` are the target's most likely tokens after the labels, which are computed
-        by default: that takes the whole output projection, whatever the head's vocabulary.
-        The result has ``loss``, its parts ``feature``, ``token`` and ``divergence``, and for the
-        first run ``top1`` and ``top3``: the number of positions where the target's most likely
-        token is the head's most likely token, or among the head's three most likely.
+        hidden state at that token, and ``best`` ``[B, S]`` the target's most likely tokens after
+        the labels (default: computed, with the whole output projection). The result has ``loss``,
+        its parts ``feature``, ``token`` and ``divergence``, and for the first run ``top1`` and
+        ``top3``: the number of positions where the target's most likely token is among the head's.
         """
         config = self.config
         outputs = unroll(self.head, features, tokens, config.unroll)
@@ -211,8 +202,7 @@ def unroll(head: DraftHead, features: Tensor, tokens: Tensor, runs: int) -> list
     """Run the head over chats several times, each time on the features of the previous run.
 
     ``[B, S, F]`` features of the target and the ``[B, S]`` tokens after them give ``[B, S, H]``
-    predicted features of each run. They are not detached: the gradient of a run's loss reaches all
-    earlier runs.
+    predicted features of each run, which are not detached.
 
     In run ``j`` (from 1) pair ``t`` holds the feature that run ``j - 1`` predicted at ``t - 1``. It
     attends as it would in a draft tree: to the target's features up to ``t - j + 1`` (the keys of

@@ -20,10 +20,7 @@ def write_record(
     seconds: float,
     data: dict[str, Any] | None = None,
 ) -> None:
-    """Write a training's settings, steps, duration, machine and versions.
-
-    ``data`` says what was read, and how much of it was dropped.
-    """
+    """Write a training's settings, steps and duration, and what was read of its ``data``."""
     environment = describe_environment()
     machine = environment["machine"]
     record = {

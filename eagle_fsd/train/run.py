@@ -6,16 +6,14 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.self_check import check_target
-from eagle_fsd.model.target import Target
 from eagle_fsd.train.config import TrainConfig, TrainRequest
 from eagle_fsd.train.curves import CURVES_FILE, draw_curves
 from eagle_fsd.train.dataset import ChatDataset, check_contribution, split_validation
@@ -31,9 +29,10 @@ from eagle_fsd.train.loaded_target import (
 from eagle_fsd.train.model_card import write_card
 from eagle_fsd.train.record import write_record
 from eagle_fsd.train.regenerate import rewrite_chats
-from eagle_fsd.train.trainer import MetricsCallback, Trainer
+from eagle_fsd.train.trainer import MetricsCallback, Trainer, describe_losses
 from eagle_fsd.train.training_folder import FEATURES, TrainingFolder
 from eagle_fsd.train.validation import can_decode
+from eagle_fsd.train.writing import LocalWriter
 from eagle_fsd.utils.options import OptionsError
 from eagle_fsd.utils.progress import ProgressFactory, no_progress
 
@@ -54,11 +53,10 @@ def train(
 ) -> Path | None:
     """Train a draft head; return its folder, or None on processes other than the main one.
 
-    :mod:`~eagle_fsd.train.training_folder` lists the files; the head is saved with every
-    checkpoint. ``progress`` reports ``reading`` (in bytes), ``rewriting``, ``features``,
-    ``measuring`` and ``counting`` (in chats), and ``on_metrics`` receives what is trained and the
-    metrics of every logged step and validation, both on the main process. Raises TrainingError if
-    training could not continue, and KeyboardInterrupt if a signal stopped it.
+    :mod:`~eagle_fsd.train.training_folder` lists the files. ``progress`` reports ``reading`` (in
+    bytes), ``rewriting``, ``features``, ``measuring`` and ``counting`` (in chats); ``on_metrics``
+    receives what is trained and the metrics of every logged step and validation. Raises
+    TrainingError if training could not continue, and KeyboardInterrupt if a signal stopped it.
     """
     config = config or TrainConfig()
     accelerator = accelerator or make_accelerator(request.out, cpu=request.device_map == "cpu")
@@ -120,21 +118,21 @@ def train(
     records = data.file.counts() if isinstance(data, ChatDataset) else {}
     stored = folder.path / FEATURES
     if request.store_features:
-        data = _store_features(data, target, stored, fingerprint, states, progress)
+        assert isinstance(data, ChatDataset)  # TrainRequest excludes stored features
+        with progress("features") as report:
+            data = write_features(data, target, states, stored, fingerprint, progress=report)
 
     def save(trained: DraftHead) -> None:
         dtype = None if target.dtype == torch.float32 else target.dtype
         save_trained(trained, folder.path, dtype, binary=request.binary)
-        counts, settings = trainer.counts, config.model_dump()
-        read = {**records, **asdict(counts)}
-        write_record(folder.path, settings, trainer.step, counts.tokens, trainer.seconds, read)
+        read, step = {**records, **trainer.counts}, trainer.step
+        write_record(folder.path, config.model_dump(), step, read["tokens"], trainer.seconds, read)
         write_card(folder.path, folder.metrics(), fingerprint)
 
     trainer = Trainer(config, target, data, folder, accelerator, on_metrics, head, progress, save)
     trained = trainer.run()
     if is_main:
-        summary = trainer.counts.summary()
-        if summary is not None:
+        if (summary := describe_losses(trainer.counts)) is not None:
             log.warning("%s", summary)
         save(trained)
         draw_curves(folder.metrics(), folder.path / CURVES_FILE)
@@ -177,24 +175,6 @@ def _open_features(
     return store
 
 
-def _store_features(
-    data: ChatDataset | FeatureStore,
-    target: Target,
-    folder: Path,
-    fingerprint: dict[str, Any],
-    states: Sequence[int],
-    progress: ProgressFactory,
-) -> FeatureStore:
-    """Store the features of a training, or of those chats that an interrupted one left."""
-    assert isinstance(data, ChatDataset)  # TrainRequest excludes stored features
-    dtype = str(target.dtype).removeprefix("torch.")
-    fingerprint = {**fingerprint, "states": list(states), "dtype": dtype}
-    with progress("features") as report:
-        return write_features(
-            data, target, folder, fingerprint, progress=report, state=PartialState()
-        )
-
-
 def _open_chats(
     request: TrainRequest, config: TrainConfig, loaded: LoadedTarget, progress: ProgressFactory
 ) -> tuple[ChatDataset, dict[str, Any]]:
@@ -206,6 +186,6 @@ def _open_chats(
         with progress("reading") as report:
             chats = loaded.open_chats(request.data, progress=report).file
         with progress("rewriting") as report:
-            rewrite_chats(loaded, chats, path, progress=report)
+            rewrite_chats(LocalWriter(loaded), chats, path, progress=report)
     with progress("reading") as report:
         return loaded.open_chats(path, length, report), loaded.fingerprint(path, length)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -30,7 +29,6 @@ from eagle_fsd.train.dataset import (
     TrainingBatch,
     collate,
     count_answer_tokens,
-    count_batches,
     example_length,
     pack_batches,
     rank_by_frequency,
@@ -53,46 +51,32 @@ log = logging.getLogger(__name__)
 #: Number of held-out chats whose prompts are decoded at each validation.
 MAX_DECODED_PROMPTS = 16
 
-#: Names of counters in checkpoints, where they differ from those of :class:`ReadCounts`.
-STATE_KEYS = {"truncated": "cut", "rejected": "refused"}
+#: What is counted of all that is read, and its names in checkpoints. A chat counts once in every
+#: epoch; rejected ones could not be encoded, and of unused ones the loss covers no token.
+COUNTERS = {name: name for name in ("chats", "tokens", "loss_tokens")}
+COUNTERS |= {"truncated": "cut", "rejected": "refused", "unused": "unused"}
 
 MetricsCallback = Callable[[dict[str, Any]], None]
 
 
-@dataclass
-class ReadCounts:
-    """What all processes have read. A chat counts once in every epoch.
-
-    ``rejected`` chats could not be encoded; of ``unused`` ones the loss covers no token.
-    """
-
-    chats: int = 0
-    tokens: int = 0
-    loss_tokens: int = 0
-    truncated: int = 0
-    rejected: int = 0
-    unused: int = 0
-
-    def summary(self) -> str | None:
-        """Describe chats that were not used in full, in one line; None if there are none."""
-        parts = [
-            f"{self.truncated:,} were truncated" if self.truncated else "",
-            f"{self.rejected:,} were rejected by the chat template" if self.rejected else "",
-            f"{self.unused:,} had no token that the loss covers" if self.unused else "",
-        ]
-        found = ", ".join(filter(None, parts))
-        return f"of {self.chats:,} chats read in all epochs, {found}" if found else None
+def describe_losses(counts: Mapping[str, int]) -> str | None:
+    """Describe chats that were not used in full, in one line; None if there are none."""
+    verbs = {
+        "truncated": "were truncated",
+        "rejected": "were rejected by the chat template",
+        "unused": "had no token that the loss covers",
+    }
+    found = ", ".join(f"{counts[name]:,} {verb}" for name, verb in verbs.items() if counts[name])
+    return f"of {counts['chats']:,} chats read in all epochs, {found}" if found else None
 
 
 class Trainer:
     """Training loop of one draft head, which starts from ``head`` or from random weights.
 
-    The number of epochs must be set in the configuration.
-
-    ``on_metrics`` is called on the main process with what is trained and the metrics of every
-    logged step and validation, ``on_checkpoint`` with the head in float32. ``progress`` reports
-    ``measuring`` (in chats), which ``tokens_per_batch`` requires, and ``counting`` (in chats),
-    which a reduced draft vocabulary requires.
+    The number of epochs must be set in the configuration. On the main process, ``on_metrics`` is
+    called with what is trained and the metrics of every logged step and validation, and
+    ``on_checkpoint`` with the head in float32. ``progress`` reports ``measuring`` and ``counting``
+    (in chats).
     """
 
     def __init__(
@@ -114,18 +98,16 @@ class Trainer:
         self.packed: list[list[int]] = []
         if config.tokens_per_batch is None:
             self.sizes = [data.size(index) for index in self.chats]
-            chats_per_batch = config.batch_size * accelerator.num_processes
-            self.batches_per_epoch = count_batches(len(self.chats), chats_per_batch)
         else:
             self.sizes = self._measure_lengths(progress)
             self.packed = pack_batches(self.chats, self.sizes, config.tokens_per_batch, config.seed)
-            self.batches_per_epoch = count_batches(len(self.packed), accelerator.num_processes)
+        self.batches_per_epoch = len(self._epoch_batches(0))
         assert config.epochs is not None
         self.epochs = config.epochs
         self.steps = -(-self.epochs * self.batches_per_epoch // config.accumulate)
         self.steps = min(self.steps, config.max_steps or self.steps)
         self.step, self.seconds = 0, 0.0
-        self.counts = ReadCounts()
+        self.counts = dict.fromkeys(COUNTERS, 0)
         self._described = 0
 
         token_ids = self._select_draft_vocabulary(progress) if head is None else None
@@ -159,22 +141,21 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters that a checkpoint stores in addition to weights and optimizer."""
-        counts = {STATE_KEYS.get(name, name): count for name, count in asdict(self.counts).items()}
+        counts = {COUNTERS[name]: count for name, count in self.counts.items()}
         return {"step": self.step, "seconds": self.seconds, **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counters from a checkpoint."""
         self.step, self.seconds = state["step"], state["seconds"]
-        names = asdict(self.counts)  # checkpoints of version 0.1.0 lack some of them
-        self.counts = ReadCounts(*(state.get(STATE_KEYS.get(name, name), 0) for name in names))
+        # Checkpoints of version 0.1.0 lack some of them.
+        self.counts = {name: state.get(key, 0) for name, key in COUNTERS.items()}
 
     def run(self) -> DraftHead:
-        """Train to the last step, resuming from the folder's newest checkpoint if there is one.
+        """Train to the last step, from the folder's newest checkpoint if there is one.
 
-        The first Ctrl-C or SIGTERM stops training after the current step and writes a checkpoint;
-        the second one stops at once. The returned head is in float32 on the target's device; only
-        the main process's has the trained weights. Raises TrainingError if the loss is not finite,
-        memory ran out, or a checkpoint could not be written; earlier checkpoints are kept.
+        The first Ctrl-C or SIGTERM stops training after the current step and a checkpoint, the
+        second one at once. Returns :meth:`copy_head`. Raises TrainingError if the loss is not
+        finite, memory ran out, or a checkpoint could not be written; earlier ones are kept.
         """
         newest = self.folder.newest_checkpoint()
         if newest is not None:
@@ -185,6 +166,8 @@ class Trainer:
             if self.on_metrics is not None:
                 read = {"chats": len(self.chats), "epochs": self.epochs}
                 self.on_metrics({"kind": "start", "step": self.step, "steps": self.steps, **read})
+        if self.step >= self.steps and not self.folder.is_validated(self.step):
+            self._validate()  # a lower limit ended the training at this checkpoint
         with StopSignals(interrupt_on_second_signal("this step")) as signals:
             batches = self._batches()
             while self.step < self.steps:
@@ -207,10 +190,7 @@ class Trainer:
         return self.copy_head(torch.float32)
 
     def copy_head(self, dtype: torch.dtype) -> DraftHead:
-        """Return a copy of the head without the accelerator's wrappers.
-
-        Every process must call this; only the main process's copy has the trained weights.
-        """
+        """Copy the head on every process; only the main process's has the trained weights."""
         state = self.accelerator.get_state_dict(self.losses)
         copy = empty_copy(self.head, dtype)
         if self.accelerator.is_main_process:
@@ -226,8 +206,7 @@ class Trainer:
     ) -> tuple[dict[str, Any], bool]:
         """Do one optimizer step.
 
-        Return mean metrics over the positions of all processes and batches, and whether any process
-        received a signal to stop, so that all stop after the same step.
+        Return means over the positions of all processes, and whether any was signaled to stop.
         """
         accelerator, config = self.accelerator, self.config
         group = [next(batches) for _ in range(config.accumulate)]
@@ -274,27 +253,19 @@ class Trainer:
 
     def _count(self, batches: Iterator[TrainingBatch]) -> int:
         """Count what all processes read in a step, and return the positions of its loss."""
-        counts = torch.zeros(6, dtype=torch.long)
+        counts = torch.zeros(len(COUNTERS), dtype=torch.long)
         for batch in batches:
-            counts += torch.tensor(
-                [
-                    sum(index != FILLER for index in batch.indices),
-                    sum(batch.lengths),
-                    int(batch.loss_mask.sum()),
-                    batch.truncated,
-                    len(batch.errors),
-                    batch.unused,
-                ]
-            )
+            chats = sum(index != FILLER for index in batch.indices)
+            used = chats, sum(batch.lengths), int(batch.loss_mask.sum())
+            counts += torch.tensor([*used, batch.truncated, len(batch.errors), batch.unused])
             for error in batch.errors:
                 self._described += 1
                 if self._described <= MAX_DESCRIBED:
                     log.warning("skipped a chat: %s", error)
         totals = self.accelerator.reduce(counts.to(self.accelerator.device), "sum").tolist()
-        before = astuple(self.counts)
-        self.counts = ReadCounts(*(old + new for old, new in zip(before, totals, strict=True)))
-        positions: int = totals[2]
-        return positions
+        read = dict(zip(COUNTERS, totals, strict=True))
+        self.counts = {name: count + read[name] for name, count in self.counts.items()}
+        return int(read["loss_tokens"])
 
     def _compute_losses(self, epoch: int, batch: TrainingBatch) -> dict[str, Tensor]:
         features = batch_features(self.target, batch, self.states)
@@ -345,11 +316,7 @@ class Trainer:
         return total
 
     def _select_draft_vocabulary(self, progress: ProgressFactory) -> Tensor | None:
-        """Return ``[D]`` the tokens that a new head can draft, by frequency; None for all of them.
-
-        They are the most frequent ones of the answers in the training chats, which the processes
-        count together.
-        """
+        """Return ``[D]`` the tokens that a new head can draft, by frequency; None for all."""
         vocab_size = self.target.vocab_size
         size = self.config.draft_vocab_size
         if size is None:
@@ -383,8 +350,8 @@ class Trainer:
                 "step": self.step,
                 "epoch": round(epoch, 4),
                 **metrics,
-                "tokens": self.counts.tokens,
-                "tokens_per_second": self.counts.tokens / self.seconds,
+                "tokens": self.counts["tokens"],
+                "tokens_per_second": self.counts["tokens"] / self.seconds,
                 "seconds_left": self.seconds / self.step * (self.steps - self.step),
             },
         )

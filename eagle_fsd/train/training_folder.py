@@ -32,8 +32,10 @@ METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 FEATURES = "features"
 MAX_CHECKPOINTS = 2
-#: Options that may change when a training resumes: they do not affect the result.
-RESUMABLE_CHANGES = ("validate_every", "checkpoint_every", "log_every", "workers", "compile")
+#: Options that may change when a training resumes. All but ``max_steps`` do not affect the result.
+RESUMABLE_CHANGES = (
+    *("max_steps", "validate_every", "checkpoint_every", "log_every", "workers", "compile"),
+)
 
 
 class TrainingError(RuntimeError):
@@ -60,9 +62,8 @@ class TrainingFolder:
     ) -> None:
         """Create the folder, or check that its training can resume, and write the configuration.
 
-        Raises ValueError if the folder is not empty and neither ``resume`` nor ``overwrite`` is
-        set, it holds something other than a training, or its training has other options or another
-        ``fingerprint`` of its data.
+        Raises ValueError if the folder holds anything else, or a training with other options or
+        another ``fingerprint`` of its data.
         """
         content = {"recipe": config.model_dump(), "data": fingerprint}
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
@@ -90,21 +91,22 @@ class TrainingFolder:
 
     # -- checkpoints -------------------------------------------------------------------------------
 
-    def checkpoint(self, step: int) -> Path:
-        """Return the folder of a step's checkpoint."""
-        return self.path / CHECKPOINTS / f"step-{step}"
+    def _checkpoints(self) -> list[Path]:
+        return sorted((self.path / CHECKPOINTS).glob("step-*"), key=checkpoint_step)
 
     def newest_checkpoint(self) -> Path | None:
         """Return the newest complete checkpoint, or None."""
-        return max((self.path / CHECKPOINTS).glob("step-*"), key=checkpoint_step, default=None)
+        return next(reversed(self._checkpoints()), None)
 
     def write_checkpoint(self, step: int, accelerator: Accelerator) -> None:
-        """Write a checkpoint and keep the newest :data:`MAX_CHECKPOINTS`. Every process calls this.
+        """Write a checkpoint and keep the newest ones. Every process calls this.
 
         Raises TrainingError if it could not be written; earlier ones are kept.
         """
         is_main, wait = accelerator.is_main_process, accelerator.wait_for_everyone
-        temporary = self.path / CHECKPOINTS / f"writing-{step}"
+        temporary, complete = (
+            self.path / CHECKPOINTS / f"{state}-{step}" for state in ("writing", "step")
+        )
         try:
             if is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -112,8 +114,8 @@ class TrainingFolder:
             wait()
             accelerator.save_state(str(temporary))
             wait()
-            if is_main and not self.checkpoint(step).exists():
-                temporary.replace(self.checkpoint(step))
+            if is_main and not complete.exists():
+                temporary.replace(complete)
         except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise TrainingError(
@@ -121,15 +123,13 @@ class TrainingFolder:
                 f" {self.describe_newest_checkpoint()}"
             ) from error
         if is_main:
-            found = sorted((self.path / CHECKPOINTS).glob("step-*"), key=checkpoint_step)
-            for old in found[:-MAX_CHECKPOINTS]:
+            for old in self._checkpoints()[:-MAX_CHECKPOINTS]:
                 shutil.rmtree(old)
         wait()
 
     def describe_newest_checkpoint(self) -> str:
         """Describe the checkpoint that is kept, for error messages."""
-        newest = self.newest_checkpoint()
-        if newest is None:
+        if (newest := self.newest_checkpoint()) is None:
             return "there is no checkpoint yet"
         return f"the checkpoint of step {checkpoint_step(newest)} is kept"
 
@@ -143,6 +143,10 @@ class TrainingFolder:
         """Return the lines of metrics so far."""
         path = self.path / METRICS_FILE
         return read_jsonl(path) if path.exists() else []
+
+    def is_validated(self, step: int) -> bool:
+        """Whether there are metrics of a validation after a step."""
+        return any((line["kind"], line["step"]) == ("validation", step) for line in self.metrics())
 
     def rewind_metrics(self, step: int) -> None:
         """Delete the metrics after a step, because a resumed training writes them again."""

@@ -58,11 +58,9 @@ def can_decode(target: Target) -> bool:
 
 
 def decode_validation(head: DraftHead, target: Target, prompts: Sequence[Tensor]) -> dict[str, Any]:
-    """Measure accepted length and divergences of exact greedy decoding.
+    """Measure exact greedy decoding: tokens per target pass, and mean JS divergence by depth.
 
-    ``tau`` is the mean accepted length (tokens emitted per target pass; None without prompts, or if
-    the target cannot decode), ``js_by_depth`` the mean Jensen-Shannon divergence at accepted nodes
-    by depth, in nats.
+    ``tau`` is None without prompts, or if the target cannot decode; ``js_by_depth`` is in nats.
     """
     if not can_decode(target):
         return {"tau": None, "js_by_depth": []}
@@ -83,7 +81,5 @@ def _mean_js_by_depth(records: Sequence[ProbeRecord]) -> list[float]:
         return []
     depths = torch.cat([record.depths for record in records])
     values = torch.cat([record.divergences["js"] for record in records]).double()
-    sums = torch.zeros(int(depths.max()) + 1, dtype=torch.float64, device=depths.device)
-    sums = sums.scatter_add(0, depths, values)
-    means: list[float] = (sums / depths.bincount()).tolist()
+    means: list[float] = (depths.bincount(values) / depths.bincount()).tolist()
     return means

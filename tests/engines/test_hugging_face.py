@@ -3,67 +3,56 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from certificates import CERTIFICATE
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
 
-#: Decodes with the repository of the first argument, in a process that imports transformers only.
-PROGRAM = f"""
-import json, sys
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
-
-name, repository = {str(BUNDLED_TARGET)!r}, sys.argv[1]
-model, tokenizer = AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
-messages = [{{"role": "user", "content": "Mia buys 4 boxes with 6 pencils in every box."}}]
-options = dict(return_tensors="pt", return_dict=True, add_generation_prompt=True)
-inputs = tokenizer.apply_chat_template(messages, **options)
-trusted = dict(custom_generate=repository, trust_remote_code=True)
-options = dict(**inputs, max_new_tokens=60, do_sample=False)
-plain = model.generate(**options)
-exact = model.generate(**options, **trusted, threshold=0.0)
-loose = model.generate(**options, **trusted, threshold=1.0)
-again = model.generate(**options, **trusted, threshold=1.0, streamer=TextStreamer(tokenizer))
-assert "eagle_fsd" in sys.modules
-print(json.dumps([plain.tolist(), exact.tolist(), loose.tolist(), again.tolist()]))
-"""
+Run = Callable[..., tuple[int, str, str]]
 
 
 def test_a_repository_decodes_with_its_drafter(
-    run: Callable[..., tuple[int, str, str]], tmp_path: Path
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """At ``T = 0`` as ``generate`` does; the settings of a call and a streamer count."""
     out = tmp_path / "repository"
     status, _, errors = run("export", "custom-generate", out, "--drafter", BUNDLED_HEAD)
     assert status == 0, errors
-    home = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(out)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | home,
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache")
     )
-    assert done.returncode == 0, done.stderr
-    *streamed, last = done.stdout.splitlines()
-    plain, exact, loose, again = json.loads(last)
-    assert exact == plain
-    assert loose != plain
-    assert again == loose
-    assert "Mia" in "".join(streamed)
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED_TARGET)
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_TARGET)
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Mia buys 4 boxes with 6 pencils in every box."}],
+        return_tensors="pt",
+        return_dict=True,
+        add_generation_prompt=True,
+    )
+
+    def generate(**options: Any) -> torch.Tensor:
+        return model.generate(**inputs, max_new_tokens=40, do_sample=False, **options)
+
+    trusted = {"custom_generate": str(out), "trust_remote_code": True}
+    plain, loose = generate(), generate(**trusted, threshold=1.0)
+    assert torch.equal(generate(**trusted, threshold=0.0), plain)
+    assert not torch.equal(loose, plain)
+    streamed = generate(**trusted, threshold=1.0, streamer=TextStreamer(tokenizer))
+    assert torch.equal(streamed, loose)
+    assert "Mia" in capsys.readouterr().out
 
 
-def test_the_card_names_target_settings_and_certificate(
-    run: Callable[..., tuple[int, str, str]], tmp_path: Path
-) -> None:
+def test_the_card_names_target_settings_and_certificate(run: Run, tmp_path: Path) -> None:
     head, out = tmp_path / "head", tmp_path / "out"
     shutil.copytree(BUNDLED_HEAD, head)
     settings = {"rule": "regret", "certificate": CERTIFICATE}
@@ -83,23 +72,10 @@ def test_the_card_names_target_settings_and_certificate(
     assert run("export", "custom-generate", tmp_path / "plain", "--drafter", head)[0] == 0
     assert "Settings: lossless decoding." in (tmp_path / "plain" / "README.md").read_text()
     assert not (tmp_path / "plain" / "fsd.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("drafter", "place", "words"),
-    [
+    for drafter, place, reason in (
         ("ngram", "new", "ngram is not the folder of an EAGLE head or a draft model"),
-        (str(BUNDLED_HEAD), ".", "exists; choose another folder"),
-    ],
-)
-def test_what_cannot_be_exported_is_refused(
-    run: Callable[..., tuple[int, str, str]],
-    tmp_path: Path,
-    drafter: str,
-    place: str,
-    words: str,
-) -> None:
-    (tmp_path / "file").touch()
-    status, _, errors = run("export", "custom-generate", tmp_path / place, "--drafter", drafter)
-    assert status == 1
-    assert words in errors
+        (BUNDLED_HEAD, "out", "exists; choose another folder"),
+    ):
+        status, _, errors = run("export", "custom-generate", tmp_path / place, "--drafter", drafter)
+        assert status == 1
+        assert reason in errors

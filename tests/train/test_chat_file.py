@@ -14,18 +14,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from eagle_fsd.train import chat_file
 from eagle_fsd.train.chat_file import MAX_DESCRIBED, ChatFile, is_answer, parse_chat
 
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}]}
 HELLO = GOOD["messages"]
+
+CALL = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "add", "arguments": {"a": 2, "b": 2}},
+}
+ANSWER = {"role": "assistant", "content": "4."}
 
 #: Text with everything that could confuse a scanner of brackets.
 TEXTS = st.text(st.sampled_from('ab"\\[]{},:\n\r\t\0/é日\U0001f600\u2028 \x7f'), max_size=12)
 ANSWERS = TEXTS.filter(str.strip)
 NOISE = st.recursive(TEXTS | st.integers(), lambda inner: st.lists(inner, max_size=2), max_leaves=4)
 CHATS = st.lists(st.tuples(TEXTS, ANSWERS), min_size=1, max_size=3)
-CHUNKS = st.integers(1, 40)
 
 
 def parse(record: Any) -> list[dict[str, Any]]:
@@ -76,16 +81,14 @@ def files(draw: st.DrawFn, as_array: bool) -> tuple[bytes, list[list[dict[str, s
     return "".join(pieces).encode(), chats, lines
 
 
-@given(st.data(), st.booleans(), CHUNKS)
-def test_any_file_is_read_with_any_chunk_size(
-    tmp_path_factory: pytest.TempPathFactory, draw: st.DataObject, as_array: bool, chunk: int
+@given(st.data(), st.booleans())
+def test_any_file_is_read(
+    tmp_path_factory: pytest.TempPathFactory, draw: st.DataObject, as_array: bool
 ) -> None:
     content, chats, lines = draw.draw(files(as_array))
     path = tmp_path_factory.getbasetemp() / "any.json"
     path.write_bytes(content)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat_file, "CHUNK_BYTES", max(chunk, 4))  # at least a byte order mark
-        file = ChatFile(path)
+    file = ChatFile(path)
     assert list(file) == chats
     assert [file.line(index) for index in range(len(file))] == lines
     assert (file.skipped, file.shorten_reasons, file.skipped_records) == (0, {}, [])
@@ -110,38 +113,6 @@ def test_layouts_and_loose_ends() -> None:
         assert parse({"messages": turns}) == HELLO
 
 
-def test_exchanges_before_a_malformed_turn_are_kept() -> None:
-    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}
-    reasons: list[tuple[Any, str]] = [
-        ("hi", "turn is not an object"),
-        ({"role": "assistant", "content": "And?"}, "roles out of order"),
-        ({"role": "narrator", "content": "x"}, "unknown role"),
-        ({"role": "user"}, "turn without text"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "turn without text"),
-        ({"role": "user", "content": "\ud83d"}, "lone surrogate"),
-        ({"role": "tool", "content": "4", "name": "\ud83d"}, "lone surrogate"),
-        (call, "malformed tool call"),
-        ({**call, "tool_calls": "add"}, "malformed tool call"),
-    ]
-    after_a_question = [({"role": "assistant", "content": " "}, "empty assistant turn")]
-    after_a_question += [found for found in reasons if found[1] != "roles out of order"]
-    cases = [(HELLO, *found) for found in reasons]
-    cases += [([*HELLO, HELLO[0]], *found) for found in after_a_question]
-    for before, turn, reason in cases:
-        chat, problem = parse_chat(json.dumps({"messages": [*before, turn, *HELLO]}).encode())
-        assert (chat, problem and problem.reason) == (HELLO, reason)
-
-
-# -- malformed turns -------------------------------------------------------------------------------
-
-CALL = {
-    "id": "call00001",
-    "type": "function",
-    "function": {"name": "add", "arguments": {"a": 2, "b": 2}},
-}
-ANSWER = {"role": "assistant", "content": "4."}
-
-
 def test_skipped_and_shortened_records_are_counted_by_reason(tmp_path: Path) -> None:
     records: list[Any] = [GOOD] * 2990
     records += [{"messages": HELLO[:1]}] * 4 + ["bad"] * 3
@@ -160,9 +131,6 @@ def test_skipped_and_shortened_records_are_counted_by_reason(tmp_path: Path) -> 
         " line 2991: no assistant turn, line 2992: no assistant turn, line 2993: no assistant turn"
     )
     assert read(tmp_path, json.dumps(GOOD)).summary() is None
-
-
-# -- context ---------------------------------------------------------------------------------------
 
 
 def test_tool_and_developer_turns_are_context() -> None:
@@ -213,8 +181,22 @@ def test_all_layouts_of_a_tool_call_are_the_same() -> None:
         ]
 
 
-# -- malformed records -----------------------------------------------------------------------------
+# -- malformed records ---------------------------------------------------------------------------
 
+#: Malformed turns, the reason that is counted, and what else is reported.
+MALFORMED_TURNS: list[tuple[Any, str, str]] = [
+    ("hi", "turn is not an object", "turn 2 is not an object"),
+    ({"role": "narrator", "content": "x"}, "unknown role", "the unknown \"role\" 'narrator'"),
+    ({"role": 3, "content": "x"}, "unknown role", 'unknown "role" 3'),
+    ({"role": "user"}, "turn without text", 'turn 2 has no string "content"'),
+    ({"role": "user", "content": [{"type": "image_url"}]}, "turn without text", "turn 2"),
+    ({"role": "user", "content": "\ud83d"}, "lone surrogate", "turn 2 contains a lone surrogate"),
+    ({"role": "tool", "content": "4", "name": "\ud83d"}, "lone surrogate", "turn 2"),
+    ({"role": "assistant", "content": " "}, "empty assistant turn", "2 is an empty assistant turn"),
+    ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "malformed tool call", "turn 2"),
+    ({"role": "assistant", "tool_calls": "add"}, "malformed tool call", "turn 2 has a malformed"),
+    (HELLO[0], "roles out of order", "turn 2 has the role user, not assistant"),
+]
 #: Malformed records and what is reported.
 MALFORMED: list[tuple[Any, str]] = [
     ('{"messages": [}', "not JSON"),
@@ -223,27 +205,20 @@ MALFORMED: list[tuple[Any, str]] = [
     ({"messages": "hello"}, '"messages" is not a list'),
     ({"messages": []}, "no assistant turn"),
     ({"messages": HELLO[1:]}, "no assistant turn"),
-    ({"messages": [HELLO[0], *HELLO]}, "turn 2 has the role user, not assistant"),
-    (
-        {"messages": [{"role": "narrator", "content": "x"}, *HELLO]},
-        "turn 1 has the unknown \"role\" 'narrator'",
-    ),
-    ({"messages": [{"role": 3, "content": "x"}]}, 'unknown "role" 3'),
-    ({"messages": ["hi", "Hello."]}, "turn 1 is not an object"),
-    ({"messages": [{"role": "user", "content": None}]}, 'turn 1 has no string "content"'),
     ({"conversations": HELLO}, 'no string "value"'),
-    (
-        {"messages": [HELLO[0], {"role": "assistant", "content": " \n"}]},
-        "turn 2 is an empty assistant turn",
-    ),
-    (
-        {"messages": [HELLO[0], {"role": "assistant", "tool_calls": [{"id": "1"}]}, *HELLO]},
-        "turn 2 has a malformed tool call",
-    ),
     ("[" * 200_000, "not JSON"),
-    ({"messages": [{"role": "user", "content": "hi \ud83d"}, HELLO[1]]}, "a lone surrogate"),
     (b'{"messages": "\xff\xfe"}', "not JSON"),
+    *(({"messages": [HELLO[0], turn, *HELLO]}, words) for turn, _, words in MALFORMED_TURNS),
 ]
+
+
+def test_exchanges_before_a_malformed_turn_are_kept() -> None:
+    cases = [([*HELLO, HELLO[0]], turn, reason) for turn, reason, _ in MALFORMED_TURNS]
+    cases += [(HELLO, turn, reason) for turn, reason, _ in MALFORMED_TURNS[:7]]
+    cases.append((HELLO, HELLO[1], "roles out of order"))
+    for before, turn, reason in cases:
+        chat, problem = parse_chat(json.dumps({"messages": [*before, turn, *HELLO]}).encode())
+        assert (chat, problem and problem.reason) == (HELLO, reason)
 
 
 def test_malformed_records_are_skipped_and_reported(tmp_path: Path) -> None:
@@ -292,25 +267,23 @@ def test_copies_and_forked_processes_do_not_share_a_file_position(tmp_path: Path
 
 
 def test_memory_is_bounded_by_bytes_per_chat(tmp_path: Path) -> None:
-    """Of files of two megabytes, with chunks of 64 kilobytes."""
+    """Of files of two megabytes, of which at most one is in memory at a time."""
     generator = random.Random(0)
     records = []
-    for _ in range(1000):
+    for _ in range(2500):
         words = " ".join(f"{generator.randrange(1000)} [apples]" for _ in range(120))
         chat = messages([("Count [apples].", "\\" + words)])
         records.append(json.dumps({"messages": chat}))
     for content in ("[" + ",\n".join(records) + "]", "\n".join(records)):
         path = tmp_path / "chats.jsonl"
         path.write_text(content)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chat_file, "CHUNK_BYTES", 1 << 16)
-            tracemalloc.start()
-            try:
-                file = ChatFile(path)
-                kept, peak = tracemalloc.get_traced_memory()
-            finally:
-                tracemalloc.stop()
-        assert len(file) == 1000
-        assert len(content) > 1_500_000
-        assert peak < 500_000
+        tracemalloc.start()
+        try:
+            file = ChatFile(path)
+            kept, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert len(file) == 2500
+        assert len(content) > 3_500_000
+        assert peak < 1_500_000
         assert kept < 100 * len(file)

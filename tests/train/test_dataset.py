@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 from itertools import chain, pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,32 +141,24 @@ def test_dataset_encodes_chats(dataset: ChatDataset) -> None:
         question = make_chat(index)[0]["content"]
         assert text.startswith(f"<|begin|><|user|>{question}"[: len(text)])
     assert [dataset[index].truncated for index in range(6)].count(True) in range(1, 6)
-    chats = [4, 0, 5]
     for workers in (0, 2):
-        measured = list(read_examples(example_length, dataset, chats, workers))
-        assert measured == [len(dataset[index].ids) for index in chats]
+        measured = list(read_examples(example_length, dataset, [4, 0, 5], workers))
+        assert measured == [len(dataset[index].ids) for index in [4, 0, 5]]
 
 
 def test_chats_that_contribute_nothing_are_counted(dataset: ChatDataset) -> None:
+    """One that the template rejects is reported with its line."""
+    strict = copy.copy(dataset)
+    strict.tokenizer = copy.deepcopy(dataset.tokenizer)
+    strict.tokenizer.chat_template = "{{ raise_exception('too long') }}"
+    strict.chat_template = TokenizerTemplate(strict.tokenizer)
+    rejected = strict[1]
+    assert re.search(r"chats\.jsonl, line 2: .*too long", str(rejected.error))
     silent = Example(7, [1, 2, 3, 4], [True, True, False, False])
-    rejected = Example(8, [0, 0], [False, False], error="no")
     batch = collate([silent, rejected, dataset[FILLER], dataset[0]])
-    assert (batch.unused, batch.errors) == (1, ("no",))
+    assert (batch.unused, batch.errors) == (1, (rejected.error,))
     assert batch.loss_mask.any(1).tolist() == [False, False, False, True]
     assert collate([dataset[FILLER]] * 2).loss_mask.shape == (2, 1)
-
-
-def test_chat_that_the_template_rejects_is_reported_with_its_line(tmp_path: Path) -> None:
-    file = write_chats(tmp_path / "chats.jsonl", 4)
-    tokenizer = load_tokenizer(BUNDLED_TARGET)
-    tokenizer.chat_template = "{{ raise_exception('too long') if messages | length > 2 }}x"
-    data = ChatDataset(ChatFile(file), tokenizer, TokenizerTemplate(tokenizer), max_length=60)
-    example = data[1]
-    assert example.error is not None
-    assert re.search(r"chats\.jsonl, line 2: .*too long", example.error)
-    batch = collate([data[0], example])
-    assert batch.errors == (example.error,)
-    assert not batch.loss_mask[1].any()
 
 
 # -- contribution ----------------------------------------------------------------------------------

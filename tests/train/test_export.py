@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_reader import FORMATS, read_export, read_head
 from pairs import (
     DEFAULT_ARCHITECTURE,
     LINEAR_ROPE,
@@ -24,6 +23,7 @@ from pairs import (
 from safetensors.torch import load_file
 from torch import Tensor
 from trainings import Train, read_weights, same_weights
+from transformers import AutoConfig
 
 from eagle_fsd import CheckpointError, EagleFSD, EagleHead
 from eagle_fsd.model.checkpoint import load_head, save_head
@@ -33,68 +33,75 @@ from eagle_fsd.model.target import Target
 from eagle_fsd.train.config import ExportFormat
 from eagle_fsd.train.export import convert_head
 
-LAYER = {
-    "layers.0.self_attn.q_proj.weight",
-    "layers.0.self_attn.k_proj.weight",
-    "layers.0.self_attn.v_proj.weight",
-    "layers.0.self_attn.o_proj.weight",
-    "layers.0.mlp.gate_proj.weight",
-    "layers.0.mlp.up_proj.weight",
-    "layers.0.mlp.down_proj.weight",
-    "layers.0.post_attention_layernorm.weight",
-}
-EVERY = {"embed_tokens.weight", "fc.weight"} | LAYER
+#: Formats for EAGLE-1/2 heads.
+FORMATS: tuple[ExportFormat, ...] = ("eagle", "sglang", "vllm")
+#: Names that transformers 4 does not know, and those in their place.
+NEW_NAMES, OLD_NAMES = ("rope_parameters", "dtype"), ("rope_theta", "rope_scaling", "torch_dtype")
+PARTS = {"self_attn": "qkvo", "mlp": ("gate", "up", "down")}
+EVERY = {f"layers.0.{part}.{name}_proj.weight" for part, names in PARTS.items() for name in names}
+EVERY |= {"embed_tokens.weight", "fc.weight", "layers.0.post_attention_layernorm.weight"}
 
 
-def save_random_head(
-    folder: Path, architecture: str = DEFAULT_ARCHITECTURE, bias: bool = False
-) -> tuple[Path, Target]:
-    """Save a head of a family; return its folder and its target."""
-    target = Target(tiny_target(architecture))
-    save_head(untrained_head(target.model, bias=bias).attach(target), folder / "head")
-    return folder / "head", target
+def make_head(
+    architecture: str = DEFAULT_ARCHITECTURE, bias: bool = False, **changes: Any
+) -> EagleHead:
+    """Create a random head of a family, attached to a target."""
+    target = Target(tiny_target(architecture, **changes))
+    return untrained_head(target.model, bias=bias).attach(target)
 
 
-def export_random_head(
-    folder: Path, engine: ExportFormat, architecture: str = DEFAULT_ARCHITECTURE, bias: bool = False
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Export a head of a family; return the configuration and the tensors."""
-    head, target = save_random_head(folder, architecture, bias)
-    return read_export(convert_head(head, target, folder / "out", engine))
+def export(head: EagleHead, folder: Path, engine: ExportFormat) -> Path:
+    """Save a head and export it; return the export's folder."""
+    save_head(head, folder / "head")
+    return convert_head(folder / "head", head.target, folder / engine, engine)
 
 
-# -- the three formats -----------------------------------------------------------------------------
+def read_export(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return an export's configuration and tensors."""
+    config = json.loads((folder / "config.json").read_text())
+    if (folder / "model.safetensors").exists():
+        assert not (folder / "pytorch_model.bin").exists()
+        return config, load_file(folder / "model.safetensors")
+    return config, torch.load(folder / "pytorch_model.bin", weights_only=True)
 
 
-def test_each_engine_finds_its_tensors_and_fields(tmp_path: Path) -> None:
-    """SGLang's ``fc`` has a bias, which stays random if the file lacks it; vLLM's has none."""
-    for bias in (True, False):
-        folder = tmp_path / str(bias)
-        config, state = export_random_head(folder / "eagle", "eagle", bias=bias)
-        assert (folder / "eagle" / "out" / "pytorch_model.bin").exists()
-        assert state.keys() == (EVERY | {"fc.bias"} if bias else EVERY)
-        assert (config["bias"], config["num_hidden_layers"]) == (bias, 1)
-        config, state = export_random_head(folder / "sglang", "sglang", bias=bias)
-        assert state.keys() == EVERY | {"fc.bias"}
-        assert (config["architectures"], config["bias"]) == (["LlamaForCausalLMEagle"], False)
-        saved = load_file(folder / "sglang" / "head" / "model.safetensors")
-        assert torch.equal(state["fc.bias"], saved.get("fc.bias", torch.zeros(32)))
-    config, _ = export_random_head(tmp_path / "qwen2", "sglang", "qwen2")
-    assert config["architectures"] == ["Qwen2ForCausalLMEagle"]
-    config, state = export_random_head(tmp_path / "vllm", "vllm")
-    assert state.keys() == EVERY
-    assert (config["architectures"], config["bias"]) == (["LlamaForCausalLM"], False)
-    target = Target(tiny_target())
-    head = untrained_head(target.model).attach(target)
-    torch.nn.init.zeros_(head.fc.bias)  # it can be dropped
-    save_head(head, tmp_path / "zeros")
-    _, state = read_export(convert_head(tmp_path / "zeros", target, tmp_path / "out", "vllm"))
-    assert state.keys() == EVERY
+def read_head(folder: Path, engine: str, target: Target) -> EagleHead:
+    """Read a head as an engine does: by the names of transformers 4, with its own biases."""
+    config, state = read_export(folder)
+    for name in NEW_NAMES:
+        config.pop(name, None)
+    assert {tensor.dtype for tensor in state.values()} == {getattr(torch, config["torch_dtype"])}
+    config["attention_bias"] = engine != "eagle" and any(
+        config.get(name) for name in ("attention_bias", "bias")
+    )
+    bias = config.get("bias", True) if engine == "eagle" else engine == "sglang"
+    head = EagleHead(AutoConfig.for_model(config.pop("model_type"), **config), bias).attach(target)
+    head.embed_tokens = torch.nn.Embedding(*state["embed_tokens.weight"].shape)
+    head.load_state_dict(state)
+    return head.eval()
 
 
-def test_eagle_export_warns_of_what_eagle_cannot_read(
+def test_each_engine_finds_its_tensors_and_fields(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """SGLang's ``fc`` has a bias, which stays random if the file lacks it; vLLM's has none."""
+    for bias in (True, False):
+        head, folder = make_head(bias=bias), tmp_path / str(bias)
+        config, state = read_export(export(head, folder, "eagle"))
+        assert (folder / "eagle" / "pytorch_model.bin").exists()
+        assert state.keys() == (EVERY | {"fc.bias"} if bias else EVERY)
+        assert (config["bias"], config["num_hidden_layers"]) == (bias, 1)
+        config, state = read_export(export(head, folder, "sglang"))
+        assert state.keys() == EVERY | {"fc.bias"}
+        assert (config["architectures"], config["bias"]) == (["LlamaForCausalLMEagle"], False)
+        assert torch.equal(state["fc.bias"], head.fc.bias if bias else torch.zeros(32))
+    config, _ = read_export(export(make_head("qwen2"), tmp_path / "qwen2", "sglang"))
+    assert config["architectures"] == ["Qwen2ForCausalLMEagle"]
+    zeros = make_head(bias=True)
+    torch.nn.init.zeros_(zeros.fc.bias)  # it can be dropped
+    config, state = read_export(export(zeros, tmp_path / "vllm", "vllm"))
+    assert state.keys() == EVERY
+    assert (config["architectures"], config["bias"]) == (["LlamaForCausalLM"], False)
     for architecture, warning in (
         ("llama-linear-rope-tied", ""),
         ("qwen2", ""),
@@ -102,45 +109,67 @@ def test_eagle_export_warns_of_what_eagle_cannot_read(
         ("qwen3", "ignores tensors of this head: layers.0.self_attn.k_norm.weight, layers.0.self"),
     ):
         caplog.clear()
-        export_random_head(tmp_path / architecture, "eagle", architecture)
+        export(make_head(architecture), tmp_path / architecture, "eagle")
         assert warning in caplog.text
         assert bool(warning) == bool(caplog.text)
 
 
-def test_sglang_export_can_be_exported_again(tmp_path: Path) -> None:
-    head, target = save_random_head(tmp_path, bias=True)
-    sglang = convert_head(head, target, tmp_path / "sglang", "sglang")
-    again = read_export(convert_head(sglang, target, tmp_path / "again", "eagle"))
-    config, state = read_export(convert_head(head, target, tmp_path / "eagle", "eagle"))
-    assert {**again[0], "architectures": 0} == {**config, "architectures": 0}
-    assert again[0]["bias"] is True
-    assert same_weights(again[1], state)
+def test_exports_compute_what_the_head_computes(tmp_path: Path) -> None:
+    """Read by us and as engines do, for every kind of bias, and whatever the files' names."""
+    llama, scaled = "llama-linear-rope-tied", "llama-grouped-llama3-rope"
+    cases: list[tuple[str, ExportFormat, bool, dict[str, Any]]] = [
+        (llama, "eagle", True, {}),
+        (llama, "eagle", False, {}),
+        (llama, "sglang", True, {}),
+        (llama, "vllm", False, {}),
+        (scaled, "sglang", False, {"attention_bias": True}),
+        (scaled, "vllm", False, {"attention_bias": True}),
+        ("qwen2", "eagle", True, {}),
+        ("qwen2", "sglang", False, {}),
+    ]
+    for number, (architecture, engine, bias, changes) in enumerate(cases):
+        head, folder = make_head(architecture, bias, **changes), tmp_path / str(number)
+        out = export(head, folder, engine)
+        config, state = read_export(out)
+        for name, tensor in load_file(folder / "head" / "model.safetensors").items():
+            assert torch.equal(state[name], tensor)
+        assert torch.equal(state["embed_tokens.weight"], head.target.embed.weight)
+        features = torch.randn(1, 20, 32, generator=torch.Generator().manual_seed(number))
+        inputs = features, prompt(20), torch.arange(20)[None]
+        for other in (read_head(out, engine, head.target), load_head(out, head.target)):
+            assert torch.allclose(other(*inputs), head(*inputs), rtol=1e-4, atol=1e-4)
+        assert other.embed_tokens is None  # the target's embedding is not kept twice
+        assert config[EXPORTED_KEY]["float32"] == fingerprint(head)
+        if architecture == llama:
+            assert config["rope_scaling"] == {"type": "linear", "factor": LINEAR_ROPE["factor"]}
+        file = folder / "head" / "config.json"  # as heads were saved before
+        old = {
+            key: item for key, item in json.loads(file.read_text()).items() if key not in OLD_NAMES
+        }
+        file.write_text(json.dumps(old))
+        again = convert_head(folder / "head", head.target, folder / "again", engine)
+        assert (again / "config.json").read_text() == (out / "config.json").read_text()
 
 
-def test_export_computes_what_the_head_computes(tmp_path: Path) -> None:
-    head, target = save_random_head(tmp_path)
-    before = json.loads((head / "config.json").read_text())
-    own = untrained_head(target.model, bias=False).attach(target)
+def test_exports_keep_embedding_and_data_type_and_can_be_exported_again(tmp_path: Path) -> None:
+    own = make_head(bias=True)
+    target = own.target
     own.embed_tokens = torch.nn.Embedding.from_pretrained(torch.randn_like(target.embed.weight))
     save_head(own, tmp_path / "own", torch.bfloat16, binary=True)
-    for engine in FORMATS:
-        out = convert_head(head, target, tmp_path / engine, engine)
+    before = json.loads((tmp_path / "own" / "config.json").read_text())
+    for engine in ("eagle", "sglang"):
+        out = convert_head(tmp_path / "own", target, tmp_path / engine, engine)
         config, state = read_export(out)
-        assert torch.equal(state["embed_tokens.weight"], target.embed.weight)
-        for name, tensor in load_file(head / "model.safetensors").items():
-            assert torch.equal(state[name], tensor)
-        loaded, original = load_head(out, target), load_head(head, target)
-        assert loaded.embed_tokens is None  # the target's embedding is not kept twice
-        given = torch.randn(1, 5, target.hidden_size), prompt(5), torch.arange(5)[None]
-        assert torch.equal(loaded(*given), original(*given))
-        assert config.pop(EXPORTED_KEY)["float32"] == fingerprint(original)
-        changed = {"bias": 0, "architectures": 0}
-        assert {**before, **changed} == {**config, **changed}
-        out = convert_head(tmp_path / "own", target, tmp_path / f"{engine}-own", engine)
-        config, state = read_export(out)  # its embedding and dtype are kept
         assert torch.equal(state["embed_tokens.weight"], own.embed_tokens.weight.bfloat16())
         assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
         assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+        changed = {"bias": 0, "architectures": 0, EXPORTED_KEY: 0}
+        assert {**before, **changed} == {**config, **changed}
+    again = read_export(convert_head(tmp_path / "sglang", target, tmp_path / "again", "eagle"))
+    config, state = read_export(tmp_path / "eagle")
+    assert {**again[0], "architectures": 0} == {**config, "architectures": 0}
+    assert again[0]["bias"] is True
+    assert same_weights(again[1], state)
 
 
 def test_export_rejects_what_it_cannot_convert(tmp_path: Path) -> None:
@@ -151,20 +180,20 @@ def test_export_rejects_what_it_cannot_convert(tmp_path: Path) -> None:
         ("mistral-no-window", "sglang"),
     ):
         with pytest.raises(ValueError, match=f"{engine} reads EAGLE heads for llama"):
-            export_random_head(tmp_path, engine, architecture)
+            export(make_head(architecture), tmp_path, engine)
     with pytest.raises(ValueError, match="bias in fc, which vLLM ignores"):
-        export_random_head(tmp_path, "vllm", bias=True)
-    head, target = save_random_head(tmp_path)
+        export(make_head(bias=True), tmp_path, "vllm")
+    head, out = make_head(), tmp_path / "out"
+    save_head(head, tmp_path / "head")
     with pytest.raises(ValueError, match="choose another folder"):
-        convert_head(head, target, head, "eagle")
+        convert_head(tmp_path / "head", head.target, tmp_path / "head", "eagle")
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        convert_head(tmp_path, target, tmp_path / "out", "eagle")
+        convert_head(tmp_path, head.target, out, "eagle")
     with pytest.raises(ValueError, match="is an EAGLE-1/2 head; the speculators layout is for"):
-        convert_head(head, target, tmp_path / "out", "speculators")
-    other = Target(tiny_target(hidden_size=64))
+        convert_head(tmp_path / "head", head.target, out, "speculators")
     with pytest.raises(ValueError, match="belongs to another target"):
-        convert_head(head, other, tmp_path / "out", "eagle")
-    assert not (tmp_path / "out").exists()
+        convert_head(tmp_path / "head", Target(tiny_target(hidden_size=64)), out, "eagle")
+    assert not out.exists()
 
 
 # -- heads loaded back -----------------------------------------------------------------------------
@@ -197,52 +226,3 @@ def test_trained_head_is_saved_in_either_format(train: Train, target: Path, tmp_
     wrapped = Target(load_target(target))
     convert_head(binary, wrapped, tmp_path / "sglang", "sglang")
     convert_head(train(max_steps=1), wrapped, tmp_path / "vllm", "vllm")  # it has no bias
-
-
-# -- as other engines read them, with engine_reader in their place --------------------------------
-
-
-def export(head: EagleHead, folder: Path, engine: ExportFormat) -> Path:
-    """Save a head and export it; return the export's folder."""
-    save_head(head, folder / "head")
-    return convert_head(folder / "head", head.target, folder / engine, engine)
-
-
-def test_export_of_a_head_without_the_old_names_has_them(tmp_path: Path) -> None:
-    """As heads were saved before."""
-    target = Target(tiny_target())
-    head = untrained_head(target.model, bias=False).attach(target)
-    for engine in FORMATS:
-        expected = (export(head, tmp_path, engine) / "config.json").read_text()
-        config = json.loads((tmp_path / "head" / "config.json").read_text())
-        for name in ("rope_theta", "rope_scaling", "torch_dtype"):
-            del config[name]
-        (tmp_path / "head" / "config.json").write_text(json.dumps(config))
-        again = convert_head(tmp_path / "head", target, tmp_path / f"{engine}2", engine)
-        assert (again / "config.json").read_text() == expected
-
-
-def test_readers_compute_the_heads_features(tmp_path: Path) -> None:
-    """The reader's modules have exactly the file's tensors, for every kind of bias."""
-    llama, scaled = "llama-linear-rope-tied", "llama-grouped-llama3-rope"
-    cases: list[tuple[str, ExportFormat, bool, dict[str, Any]]] = [
-        (llama, "eagle", True, {}),
-        (llama, "eagle", False, {}),
-        (llama, "sglang", True, {}),
-        (llama, "vllm", False, {}),
-        (scaled, "sglang", False, {"attention_bias": True}),
-        (scaled, "vllm", False, {"attention_bias": True}),
-        ("qwen2", "eagle", True, {}),
-        ("qwen2", "sglang", False, {}),
-    ]
-    for number, (architecture, engine, bias, changes) in enumerate(cases):
-        target = Target(tiny_target(architecture, **changes))
-        head = untrained_head(target.model, bias=bias).attach(target)
-        folder = export(head, tmp_path / str(number), engine)
-        features = torch.randn(1, 20, 32, generator=torch.Generator().manual_seed(number))
-        inputs = features, prompt(20), torch.arange(20)[None]
-        for other in (read_head(folder, engine, target), load_head(folder, target)):
-            assert torch.allclose(other(*inputs), head(*inputs), rtol=1e-4, atol=1e-4)
-        if architecture == llama:
-            config = json.loads((folder / "config.json").read_text())
-            assert config["rope_scaling"] == {"type": "linear", "factor": LINEAR_ROPE["factor"]}

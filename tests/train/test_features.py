@@ -16,9 +16,6 @@ from trainings import (
     Train,
     killed,
     read_losses,
-    read_metrics,
-    read_weights,
-    same_weights,
     train_here,
     write_chats,
     write_half,
@@ -28,14 +25,14 @@ from eagle_fsd.model.config import TargetOptions
 from eagle_fsd.model.target import LAST
 from eagle_fsd.train import feature_store
 from eagle_fsd.train.config import FeaturesRequest
-from eagle_fsd.train.dataset import FILLER, ChatDataset, Example, collate
+from eagle_fsd.train.dataset import FILLER, Example, collate
 from eagle_fsd.train.feature_store import (
     FeatureStore,
     estimate_bytes,
     store_features,
     write_features,
 )
-from eagle_fsd.train.features import add_noise, batch_features, compute_features
+from eagle_fsd.train.features import add_noise, compute_features
 from eagle_fsd.train.loaded_target import LoadedTarget
 
 COUNT = 23
@@ -51,16 +48,19 @@ class Source:
         loaded = LoadedTarget.load(TargetOptions(target=target), device_map="cpu")
         self.target, self.chats = loaded.target, loaded.open_chats(file, MAX_LENGTH)
         self.fingerprint = loaded.fingerprint(file, MAX_LENGTH)
-        self.fingerprint |= {"states": [LAST], "dtype": "float32"}
 
     def write(
-        self, folder: Path, shard_bytes: int = SHARD_BYTES, batch_size: int = 4, **options: Any
+        self,
+        folder: Path,
+        *,
+        states: tuple[int, ...] = (LAST,),
+        progress: Any = None,
+        **changes: Any,
     ) -> FeatureStore:
-        """Store the features, with an open chat file of its own, as every process has."""
-        chats: ChatDataset = pickle.loads(pickle.dumps(self.chats))
-        return write_features(
-            chats, self.target, folder, self.fingerprint, batch_size, shard_bytes, **options
-        )
+        """Store the features of chats with a fingerprint, whose fields may be changed."""
+        fingerprint = {**self.fingerprint, **changes}
+        given = (self.chats, self.target, states, folder, fingerprint)
+        return write_features(*given, batch_size=4, shard_bytes=SHARD_BYTES, progress=progress)
 
 
 @pytest.fixture(scope="module")
@@ -102,15 +102,6 @@ def test_stored_features_equal_computed_ones(store: FeatureStore, source: Source
     assert estimate_bytes(source.chats, 32) == pytest.approx(
         size - 400 * len(store.shards), rel=0.05
     )
-
-
-def test_batch_uses_its_stored_features(store: FeatureStore, source: Source) -> None:
-    batch = collate([store[3], store[4]])
-    assert batch_features(source.target, batch) is batch.features
-    for row, length in enumerate(batch.lengths):
-        assert torch.equal(batch.features[row, :length], store[3 + row].features)
-    batch.features = None
-    assert batch_features(source.target, batch).shape == (*batch.ids.shape, 32)
 
 
 def test_worker_processes_open_shards_for_themselves(store: FeatureStore) -> None:
@@ -163,7 +154,7 @@ def test_interrupted_writing_resumes(store: FeatureStore, source: Source, tmp_pa
                 source.write(folder)
             assert (folder / "index.json").exists() == bool(after)
             if after:
-                partial = FeatureStore(folder, source.fingerprint)
+                partial = FeatureStore(folder, store.fingerprint)
                 assert (len(partial.shards), partial.complete) == (after, False)
                 assert all(same_example(partial[at], store[at]) for at in range(len(partial)))
             reported: list[int] = []
@@ -210,9 +201,10 @@ def test_features_of_other_data_are_not_resumed(
 ) -> None:
     before = (store.folder / "index.json").read_text()
     for name in source.fingerprint:
-        other = {**source.fingerprint, name: "another"}
         with pytest.raises(ValueError, match=f"other data: {name} .*'another' here"):
-            write_features(source.chats, source.target, store.folder, other)
+            source.write(store.folder, **{name: "another"})
+    with pytest.raises(ValueError, match=r"other data: states is \[-1\] there, \[0, -1\] here"):
+        source.write(store.folder, states=(0, LAST))
     assert (store.folder / "index.json").read_text() == before
     with pytest.raises(ValueError, match="holds features of the target"):
         train_here(None, tmp_path / "out", None, features=store.folder)
@@ -240,14 +232,3 @@ def test_training_on_stored_features_equals_training_on_chats(
     stored = train("stored", features=store.folder, **settings)
     assert read_losses(stored).tolist() == pytest.approx(read_losses(fresh).tolist(), rel=1e-3)
     assert read_losses(stored)[-1] < read_losses(stored)[0]
-
-
-def test_training_on_stored_features_validates_and_resumes(
-    train: Train, store: FeatureStore
-) -> None:
-    settings = {"features": store.folder, "validation": 2, "validate_every": 6}
-    out = train(**settings)
-    before = read_weights(out)
-    train(resume=True, **settings)
-    assert same_weights(read_weights(out), before)
-    assert [line["step"] for line in read_metrics(out, "validation")] == [6, 12]

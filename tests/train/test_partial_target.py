@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import shutil
 from collections.abc import Sequence
@@ -20,7 +19,6 @@ from trainings import (
     read_weights,
     same_training,
     same_weights,
-    without_option,
     write_target,
 )
 from transformers import PreTrainedModel
@@ -47,75 +45,41 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def features(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("stored") / "features"
-    store_features(FeaturesRequest(data=data, out=out, target=target, max_length=64))
-    return out
-
-
-@pytest.fixture
-def layerless(target: Path, tmp_path: Path) -> Path:
-    """The same target, whose layers, tokenizer and chat template are gone."""
-    folder = tmp_path / "target"
-    folder.mkdir()
-    index = json.loads((target / "model.safetensors.index.json").read_text())
-    layers = {file for key, file in index["weight_map"].items() if "layers" in key}
-    assert len(layers) > 10
-    for file in target.iterdir():
-        if file.name not in layers and not re.match("token|chat_template", file.name):
-            (folder / file.name).symlink_to(file)
-    return folder
-
-
-def copy_features(features: Path, target: Path, folder: Path) -> Path:
-    """Copy features as those of another folder with the same target."""
-    shutil.copytree(features, folder)
-    index = json.loads((features / "index.json").read_text())
-    index["made_from"]["target"] = str(target)
-    (folder / "index.json").write_text(json.dumps(index))
-    return folder
-
-
 def test_training_on_features_reads_neither_layers_nor_tokenizer(
-    train: Train, features: Path, layerless: Path, tmp_path: Path
+    train: Train, target: Path, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It equals training with the whole target bit for bit, although the files are gone."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eagle_fsd.train.loaded_target.load_embeddings", fail)
-        whole = train("whole", features=features)
-    copied = copy_features(features, layerless, tmp_path / "features")
-    part = train("part", target=layerless, features=copied)
-    assert same_training(part, whole)
-    assert (part / "config.json").read_bytes() == (whole / "config.json").read_bytes()
-    with pytest.raises(LoadError, match="cannot load the target"):
-        load_target(layerless)
-    with pytest.raises(LoadError):
-        load_tokenizer(layerless)
+    """It equals training with the whole target bit for bit, but validations report losses only."""
+    copy = shutil.copytree(target, tmp_path / "target")
+    request = FeaturesRequest(data=data, out=tmp_path / "stored", target=copy, max_length=64)
+    store_features(request)
+    settings = {"target": copy, "features": request.out, "validation": 1, "validate_every": 4}
 
+    def fail(*_: Any) -> None:
+        raise LoadError("they are quantized")
 
-def fail(*_: Any) -> None:
-    raise LoadError("they are quantized")
-
-
-def test_validation_on_features_reports_losses_only(
-    train: Train, features: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And says so once."""
-    caplog.set_level(logging.WARNING)
-    settings = {"features": features, "validation": 1, "validate_every": 4}
-    out = train(**settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eagle_fsd.train.loaded_target.load_embeddings", fail)
         whole = train("whole", **settings)
+    assert NO_TAU not in caplog.messages
+    index = json.loads((copy / "model.safetensors.index.json").read_text())
+    layers = {file for key, file in index["weight_map"].items() if "layers" in key}
+    for file in copy.iterdir():
+        if file.name in layers or re.match("token|chat_template", file.name):
+            file.unlink()
+    for load in (load_target, load_tokenizer):
+        with pytest.raises(LoadError):
+            load(copy)
+    part = train("part", **settings)
+    assert same_training(part, whole)
+    assert (part / "config.json").read_bytes() == (whole / "config.json").read_bytes()
     assert caplog.messages.count(NO_TAU) == 1
-    validations = read_metrics(out, "validation")
+    validations = read_metrics(part, "validation")
     assert [line["step"] for line in validations] == [4, 8, 12]
     for line, complete in zip(validations, read_metrics(whole, "validation"), strict=True):
         assert complete["tau"] is not None
         assert (line["tau"], line["js_by_depth"]) == (None, [])
         assert all(line[name] == complete[name] for name in ("loss", "top1", "top3"))
-    card = (out / "README.md").read_text()
+    card = (part / "README.md").read_text()
     assert "among its three most likely" in card
     assert "tau" not in card.partition("![Training")[0]
     assert "; tau " in (whole / "README.md").read_text()
@@ -154,7 +118,8 @@ def test_training_with_offloaded_parts(
     train: Train, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers may be offloaded, the output projection must not be."""
-    whole = train("whole", validation=1)
+    options = {"validation": 1, "max_steps": 4}
+    whole = train("whole", **options)
     parts: list[str] = []
     monkeypatch.setattr(
         "eagle_fsd.train.loaded_target.load_target",
@@ -164,7 +129,7 @@ def test_training_with_offloaded_parts(
     with pytest.raises(ValueError, match="output projection is offloaded"):
         train("spread", device_map="auto")
     parts[:] = ["model.layers.1"]
-    spread = train("spread", device_map="auto", validation=1)
+    spread = train("spread", device_map="auto", **options)
     assert same_weights(read_weights(spread), read_weights(whole))
     assert [line["tau"] for line in read_metrics(spread, "validation")] == [None]
 
@@ -175,15 +140,9 @@ def test_commands_accept_a_device_map(
 ) -> None:
     """Under two names, and for one process only."""
     store = ("train", "features", "--data", data, "--target", target, "--out")
-    rewrite = ("train", "regenerate", "--data", data, "--max-new-tokens", 4, "--out")
-    features, auto = tmp_path / "features", ("--device-map", "auto")
-    succeed(*store, features, "--max-length", 64, *auto)
-    arguments = command(data, tmp_path / "out", target, max_steps=2, validation=1)
-    succeed(*arguments, *auto)
-    words = [*without_option(arguments, "--data"), "--overwrite", "--features", features]
-    _, errors = succeed(*words, *auto)
-    (line,) = [line for line in errors.splitlines() if "held-out" in line]
-    assert line.rpartition(", ")[2].startswith("top-3 ")  # there is no tau
+    rewrite = ("train", "regenerate", "--data", data, "--out")
+    succeed(*store, tmp_path / "features", "--max-length", 64, "--device-map", "auto")
+    succeed(*command(data, tmp_path / "out", target, max_steps=1), "--device-map", "auto")
     for words in (
         [*command(data, tmp_path / "no", target), "--device-map"],
         [*store, tmp_path / "no", "--device"],

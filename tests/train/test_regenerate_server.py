@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
 import zlib
@@ -19,7 +17,8 @@ from trainings import write_rounds
 
 from eagle_fsd.train.chat_file import Chat, ChatFile, is_answer
 from eagle_fsd.train.config import RegenerateConfig, RegenerateRequest, RegenerateServer
-from eagle_fsd.train.regenerate import regenerate, request_chats
+from eagle_fsd.train.regenerate import regenerate, rewrite_chats
+from eagle_fsd.train.writing import ServerWriter
 from eagle_fsd.utils.options import OptionsError
 
 MODEL, KEY = "org/target", "secret-key"
@@ -56,7 +55,7 @@ class StubServer(StubEndpoint):
         return completion(f" {answer(body['messages'])}\n")
 
 
-class Rewriting:
+class ServerRewriting:
     """Rewrites chats with a stub; ``expected`` is what it makes of them, one after another."""
 
     def __init__(self, data: Path, out: Path, stub: StubServer) -> None:
@@ -78,10 +77,8 @@ class Rewriting:
         server = {"base_url": self.stub.url, "model": MODEL, "retries": 3, "timeout": TIMEOUT}
         server |= {name: options.pop(name) for name in names}
         config = RegenerateConfig(max_new_tokens=7, **options)
-        chats = ChatFile(self.data)
-        return request_chats(
-            RegenerateServer(**server), chats, self.out, config, progress, on_tokens
-        )
+        writer = ServerWriter(RegenerateServer(**server), on_tokens)
+        return rewrite_chats(writer, ChatFile(self.data), self.out, config, progress)
 
     def arguments(self, *more: str) -> list[str]:
         """Arguments of the command that rewrites the chats."""
@@ -93,11 +90,15 @@ class Rewriting:
         content = self.out.read_bytes() if self.out.exists() else b""
         return [json.loads(line) for line in content.split(b"\n")[:-1]]
 
+    def reject(self, status: int, message: str, when: Callable[[Messages], bool]) -> None:
+        """Have the server fail for some prompts."""
+        self.stub.intercept = lambda messages: (status, message) if when(messages) else None
+
 
 @pytest.fixture
-def rewrite(data: Path, tmp_path: Path) -> Iterator[Rewriting]:
+def rewrite(data: Path, tmp_path: Path) -> Iterator[ServerRewriting]:
     stub = StubServer()
-    yield Rewriting(data, tmp_path / "out.jsonl", stub)
+    yield ServerRewriting(data, tmp_path / "out.jsonl", stub)
     stub.close()
 
 
@@ -105,7 +106,8 @@ def is_first_turn(messages: Messages, number: int) -> bool:
     return messages[-1]["content"] == f"Question {number} 0?"
 
 
-def test_turns_follow_the_rewritten_ones_before_them(rewrite: Rewriting) -> None:
+def test_turns_follow_the_rewritten_ones_before_them(rewrite: ServerRewriting) -> None:
+    """And the output of other options is rejected."""
     reported: list[tuple[int, int]] = []
     counted: list[int] = []
     rewritten = rewrite(
@@ -122,36 +124,18 @@ def test_turns_follow_the_rewritten_ones_before_them(rewrite: Rewriting) -> None
     assert first["max_tokens"] == 7
     seeds = [body["seed"] for body in rewrite.stub.requests]
     assert len(set(seeds)) == len(seeds) == 2 * COUNT
-    assert rewrite(seed=3, top_k=5).path == rewrite.out
+    given = {"seed": 3, "top_k": 5}
+    for change in ({"model": "org/other"}, {"temperature": 0.5}, {"top_k": 3}, {"seed": 9}):
+        with pytest.raises(ValueError, match="was written from other chats or options"):
+            rewrite(**{**given, **change})
+    assert rewrite(concurrency=3, retries=0, batch_size=2, **given).path == rewrite.out
+    assert rewrite.lines() == rewrite.expected
     assert len(rewrite.stub.requests) == 2 * COUNT  # nothing was left to do
 
 
-def test_requests_are_concurrent_and_the_order_is_restored(rewrite: Rewriting) -> None:
-    """The first chat is the last one to be answered, but for those that wait for its thread."""
-    others, together = threading.Event(), threading.Barrier(4)
-
-    def wait(messages: Messages) -> None:
-        if len(rewrite.stub.requests) <= 4:
-            together.wait(TIMEOUT)
-        if is_first_turn(messages, 0):
-            others.wait(TIMEOUT)
-
-    rewrite.stub.intercept = wait
-
-    def progress(done: int, total: int) -> None:
-        if done == total - 1:
-            others.set()
-
-    rewrite(progress, concurrency=4)
-    assert rewrite.stub.peak == 4
-    assert rewrite.lines() == rewrite.expected
-
-
-def test_failing_server_ends_the_run_which_resumes(rewrite: Rewriting) -> None:
+def test_failing_server_ends_the_run_which_resumes(rewrite: ServerRewriting) -> None:
     """After a retry; the chats rewritten before are kept, and the result is that of one run."""
-    rewrite.stub.intercept = lambda messages: (
-        (500, "broken") if is_first_turn(messages, 5) else None
-    )
+    rewrite.reject(500, "broken", lambda messages: is_first_turn(messages, 5))
     with pytest.raises(ValueError, match=r"org/target at .* failed \(500, broken\); .* saved") as e:
         rewrite(concurrency=2, retries=1)
     assert str(e.value).isprintable()
@@ -167,13 +151,25 @@ def test_failing_server_ends_the_run_which_resumes(rewrite: Rewriting) -> None:
     assert again == {str(number) for number in range(COUNT) if number not in kept}
 
 
-# -- rejections ------------------------------------------------------------------------------------
-
-
-def test_full_context_ends_a_chat_after_its_earlier_exchanges(
-    rewrite: Rewriting, caplog: pytest.LogCaptureFixture
+def test_rejected_requests_end_their_chats(
+    rewrite: ServerRewriting, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rewrite.stub.intercept = lambda messages: (400, TOO_LONG) if len(messages) >= 3 else None
+    """A server that rejects all of the first chats ends the run, and nothing is written."""
+    for status in (400, 422):
+        rewrite.reject(status, "unknown: seed", lambda messages: True)
+        with pytest.raises(
+            ValueError, match=rf"rejects all chats: line \d+: {status}, unknown: seed"
+        ):
+            rewrite()
+        assert not rewrite.out.exists()
+    rewrite.reject(400, TOO_LONG, lambda messages: is_first_turn(messages, 0))
+    assert len(rewrite(concurrency=1)) == COUNT - 1  # reading the file skips the first chat
+    assert rewrite.lines()[1:] == rewrite.expected[1:]
+    before = len(rewrite.stub.requests)
+    rewrite()
+    assert len(rewrite.stub.requests) == before
+    rewrite.out.unlink()
+    rewrite.reject(400, TOO_LONG, lambda messages: len(messages) >= 3)
     rewritten = rewrite()
     for chat, complete in zip(rewritten, rewrite.expected, strict=True):
         assert chat == complete["messages"][: len(chat)]
@@ -182,33 +178,7 @@ def test_full_context_ends_a_chat_after_its_earlier_exchanges(
     assert f"400, {TOO_LONG}" in caplog.text
 
 
-def test_server_that_rejects_every_chat_ends_the_run(rewrite: Rewriting) -> None:
-    """For example because it does not support a parameter. Nothing is written."""
-    for status in (400, 422):
-        rewrite.stub.intercept = lambda messages, status=status: (status, "unknown: seed")
-        with pytest.raises(
-            ValueError, match=rf"rejects all chats: line \d+: {status}, unknown: seed"
-        ):
-            rewrite()
-        assert not rewrite.out.exists()
-    rewrite.stub.intercept = lambda messages: None
-    rewrite()
-    assert rewrite.lines() == rewrite.expected
-
-
-def test_chats_that_are_rejected_first_are_kept_in_the_file(rewrite: Rewriting) -> None:
-    """So that a resumed run does not request them again; reading the file skips them."""
-    rewrite.stub.intercept = lambda messages: (
-        (400, TOO_LONG) if is_first_turn(messages, 0) else None
-    )
-    assert len(rewrite(concurrency=1)) == COUNT - 1
-    assert rewrite.lines()[1:] == rewrite.expected[1:]
-    before = len(rewrite.stub.requests)
-    rewrite()
-    assert len(rewrite.stub.requests) == before
-
-
-def test_tool_calls_and_results_are_context(rewrite: Rewriting, tmp_path: Path) -> None:
+def test_tool_calls_and_results_are_context(rewrite: ServerRewriting, tmp_path: Path) -> None:
     """They are sent as OpenAI's API takes them, and are not rewritten."""
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
     turns = [
@@ -230,21 +200,8 @@ def test_tool_calls_and_results_are_context(rewrite: Rewriting, tmp_path: Path) 
     assert chat[4] == {"role": "assistant", "content": answer(sent)}
 
 
-# -- options ---------------------------------------------------------------------------------------
-
-
-def test_output_of_other_options_is_rejected(rewrite: Rewriting) -> None:
-    rewrite()
-    before = rewrite.out.read_bytes()
-    for change in ({"model": "org/other"}, {"temperature": 0.5}, {"top_k": 3}, {"seed": 9}):
-        with pytest.raises(ValueError, match="was written from other chats or options"):
-            rewrite(**change)
-    assert rewrite.out.read_bytes() == before
-    rewrite(concurrency=3, retries=0, batch_size=2)  # these do not matter
-
-
 def test_key_comes_from_the_environment_and_is_not_stored(
-    rewrite: Rewriting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rewrite: ServerRewriting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(OptionsError, match="environment variable OTHER_KEY is not set"):
         rewrite(api_key_env="OTHER_KEY")
@@ -287,7 +244,7 @@ def interrupt() -> None:
 
 
 def test_ctrl_c_completes_the_chats_in_progress(
-    rewrite: Rewriting, run: Any, caplog: pytest.LogCaptureFixture
+    rewrite: ServerRewriting, run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The signal arrives during three chats, whose other turns are still requested."""
     stuck = threading.Barrier(3, action=interrupt)
@@ -318,7 +275,7 @@ def test_ctrl_c_completes_the_chats_in_progress(
 
 
 def test_second_ctrl_c_stops_at_once(
-    rewrite: Rewriting, run: Any, caplog: pytest.LogCaptureFixture
+    rewrite: ServerRewriting, run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without waiting for the replies."""
     over = threading.Event()
@@ -338,37 +295,3 @@ def test_second_ctrl_c_stops_at_once(
     finally:
         over.set()
     assert [line["index"] for line in rewrite.lines()] == [0]
-
-
-@pytest.mark.slow
-def test_killed_run_resumes_to_the_same_result(
-    rewrite: Rewriting, succeed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The requests in progress are lost; the command loads no target."""
-    over = threading.Event()
-
-    def wait(messages: Messages) -> None:
-        if not is_first_turn(messages, 0):
-            over.wait(TIMEOUT)
-
-    rewrite.stub.intercept = wait
-    words = [sys.executable, "-m", "eagle_fsd.cli", *rewrite.arguments()]
-    process = subprocess.Popen([*words, "--concurrency", "2"])
-    try:
-        deadline = time.monotonic() + TIMEOUT
-        while len(rewrite.lines()) < 1 or len(rewrite.stub.requests) < 3:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        process.kill()
-        process.wait(TIMEOUT)
-    finally:
-        over.set()
-        process.kill()
-    assert [line["index"] for line in rewrite.lines()] == [0]
-    before = len(rewrite.stub.requests)
-    monkeypatch.setattr("eagle_fsd.train.regenerate.LoadedTarget", None)
-    _, errors = succeed(*rewrite.arguments())
-    assert f"{COUNT} rewritten chats are in" in errors
-    assert rewrite.lines() == rewrite.expected
-    assert len(rewrite.stub.requests) == before + 2 * COUNT - 1

@@ -13,11 +13,10 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from trainings import Train, command, read_weights, same_weights, train_here
+from trainings import Train, command, read_metrics, read_weights, same_weights, train_here
 
 from eagle_fsd import OptionsError
 from eagle_fsd.train.config import DivergenceLoss, TrainConfig, TrainRequest, read_config
-from eagle_fsd.train.training_folder import TrainingFolder
 
 
 def test_defaults_are_those_of_eagle() -> None:
@@ -126,20 +125,6 @@ validation validate_every checkpoint_every log_every workers compile
 """
 
 
-def test_existing_training_needs_resume_or_overwrite(
-    refused: Any, succeed: Any, train: Train, target: Path, data: Path
-) -> None:
-    out = train(max_steps=2)
-    before = read_weights(out)
-    errors = refused(*command(data, out, target, seed=3, max_steps=2))
-    assert "--resume" in errors
-    assert "--overwrite" in errors
-    assert same_weights(read_weights(out), before)
-    printed, _ = succeed(*command(data, out, target, "--overwrite", seed=3, max_steps=2))
-    assert str(out) in printed
-    assert not same_weights(read_weights(out), before)
-
-
 def test_training_is_not_resumed_with_other_options_or_data(
     train: Train, target: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -159,24 +144,29 @@ def test_training_is_not_resumed_with_other_options_or_data(
     assert same_weights(read_weights(out), before)
 
 
-def test_other_files_are_never_touched(tmp_path: Path) -> None:
-    for kind in ("folder", "file"):
-        out = tmp_path / kind
-        file = out / "thesis.txt" if kind == "folder" else out
-        file.parent.mkdir(exist_ok=True)
-        file.write_text("ten years of work")
-        for option in ("resume", "overwrite"):
-            with pytest.raises(ValueError, match="holds no training; choose another folder"):
-                TrainingFolder(out).prepare(TrainConfig(), {}, **{option: True})
-            assert file.read_text() == "ten years of work"
-    (tmp_path / "empty").mkdir()
-    TrainingFolder(tmp_path / "empty").prepare(TrainConfig(), {"data": "x"})
-    content = json.loads((tmp_path / "empty" / "recipe.json").read_text())
-    assert content["data"] == {"data": "x"}
+def test_resumed_training_may_have_another_limit(train: Train) -> None:
+    """One that is exceeded already ends it at its checkpoint, and a larger one extends it."""
+    options = {"validation": 1, "warmup": 0, "lr": 1e-3}
+    out = train(max_steps=5, **options)
+    shutil.rmtree(out / "checkpoints" / "step-5")
+    train(max_steps=2, resume=True, **options)
+    assert json.loads((out / "training.json").read_text())["steps"] == 3
+    assert "tau" in (out / "README.md").read_text()
+    (validation,) = read_metrics(out, "validation")
+    assert validation["step"] == 3
+    before = read_weights(out)
+    train(max_steps=8, resume=True, **options)
+    assert not same_weights(read_weights(out), before)
+    rates = [line["lr"] / 1e-3 for line in read_metrics(out)]
+    assert rates == pytest.approx([1.0, 0.8, 0.6, *(5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8)])
 
 
-def test_recipe_file_keeps_its_format(train: Train, target: Path, data: Path) -> None:
+def test_existing_folders_are_kept(
+    refused: Any, train: Train, target: Path, data: Path, tmp_path: Path
+) -> None:
+    """A training needs ``resume`` or ``overwrite``, and other files are never touched."""
     out = train(max_steps=2)
+    before = read_weights(out)
     content = json.loads((out / "recipe.json").read_text())
     assert list(content) == ["recipe", "data"]
     assert list(content["recipe"]) == RECIPE_KEYS.split()
@@ -188,3 +178,16 @@ def test_recipe_file_keeps_its_format(train: Train, target: Path, data: Path) ->
         "max_length": 64,
         "head": None,
     }
+    errors = refused(*command(data, out, target, seed=3, max_steps=2))
+    assert "--resume" in errors
+    assert "--overwrite" in errors
+    assert same_weights(read_weights(out), before)
+    train(overwrite=True, seed=3, max_steps=2)
+    assert not same_weights(read_weights(out), before)
+    for file in (tmp_path / "folder" / "thesis.txt", tmp_path / "file"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("ten years of work")
+        for option in ("resume", "overwrite"):
+            with pytest.raises(ValueError, match="holds no training; choose another folder"):
+                train(file.relative_to(tmp_path).parts[0], **{option: True})
+            assert file.read_text() == "ten years of work"

@@ -56,10 +56,10 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-# -- files -----------------------------------------------------------------------------------------
+# -- files and starting points ---------------------------------------------------------------------
 
 
-def test_training_writes_its_files(uninterrupted: Path) -> None:
+def test_training_writes_its_files(uninterrupted: Path, target: Path, data: Path) -> None:
     for name in ("recipe.json", "config.json", "model.safetensors", "README.md", "training.json"):
         assert (uninterrupted / name).stat().st_size > 0
     assert checkpoints(uninterrupted) == ["step-12", "step-9"]  # the newest two
@@ -67,15 +67,12 @@ def test_training_writes_its_files(uninterrupted: Path) -> None:
         picture.load()
         assert picture.format == "PNG"
         assert min(picture.size) > 300
+    lines, losses = read_metrics(uninterrupted), read_losses(uninterrupted)
     events = EventAccumulator(str(uninterrupted / "tensorboard"))
     events.Reload()
     scalars = [event.value for event in events.Scalars("train/loss")]
-    assert scalars == pytest.approx(read_losses(uninterrupted).tolist(), rel=1e-6)
+    assert scalars == pytest.approx(losses.tolist(), rel=1e-6)
     assert {"train/top1", "train/lr", "validation/tau"} <= set(events.Tags()["scalars"])
-
-
-def test_metrics_of_steps_and_validations(uninterrupted: Path, target: Path, data: Path) -> None:
-    lines = read_metrics(uninterrupted)
     assert [line["step"] for line in lines] == list(range(1, 13))
     for line in lines:
         assert 0 <= line["top1"] <= line["top3"] <= 1
@@ -97,32 +94,26 @@ def test_metrics_of_steps_and_validations(uninterrupted: Path, target: Path, dat
 
 def test_loss_falls(train: Train) -> None:
     for name, options in (("eagle", {}), ("eagle3", EAGLE3)):
-        losses = read_losses(train(name, max_steps=60, epochs=100, checkpoint_every=60, **options))
-        assert losses[-5:].mean() < 0.9 * losses[:5].mean()
+        losses = read_losses(train(name, max_steps=20, checkpoint_every=20, lr=0.01, **options))
+        assert losses[-3:].mean() < 0.85 * losses[:3].mean(), losses
 
 
-# -- starting from a head --------------------------------------------------------------------------
-
-
-def test_training_starts_from_a_head(train: Train, target: Path, data: Path) -> None:
-    """With a learning rate of zero it keeps all weights, the bias included."""
-    first = train("first", bias=True, max_steps=2)
-    second = train("second", head=first, lr=0.0, weight_decay=0.0, max_steps=2)
-    assert same_weights(read_weights(second), read_weights(first))
-    assert "fc.bias" in read_weights(second)
-    assert read_losses(second).isfinite().all()
-    with pytest.raises(ValueError, match=r"cannot be resumed: head was .*first', is None"):
-        train_here(data, second, target, lr=0.0, weight_decay=0.0, max_steps=2, resume=True)
-
-
-def test_head_with_its_own_embedding_keeps_it(train: Train, target: Path, tmp_path: Path) -> None:
+def test_training_starts_from_a_head(
+    train: Train, target: Path, data: Path, tmp_path: Path
+) -> None:
+    """With a learning rate of zero it keeps all weights, the bias and an embedding included."""
     wrapped = Target(load_target(target))
-    head = EagleHead(wrapped.config, False).attach(wrapped)
+    head = EagleHead(wrapped.config, True).attach(wrapped)
     embedding = torch.randn_like(wrapped.embed.weight)
     head.embed_tokens = torch.nn.Embedding.from_pretrained(embedding)
-    save_head(head, tmp_path / "head")
-    out = train(head=tmp_path / "head", max_steps=2)
-    assert torch.equal(read_weights(out)["embed_tokens.weight"], embedding)
+    save_head(head, tmp_path / "first")
+    still = {"lr": 0.0, "weight_decay": 0.0, "max_steps": 2}
+    second = train("second", head=tmp_path / "first", **still)
+    assert same_weights(read_weights(second), read_weights(tmp_path / "first"))
+    assert {"fc.bias", "embed_tokens.weight"} <= read_weights(second).keys()
+    assert read_losses(second).isfinite().all()
+    with pytest.raises(ValueError, match=r"cannot be resumed: head was .*first', is None"):
+        train_here(data, second, target, resume=True, **still)
 
 
 # -- interruptions ---------------------------------------------------------------------------------
@@ -147,42 +138,44 @@ MOMENTS: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_then_resumed_training_gives_the_same_weights(
-    train: Train, moment: str, uninterrupted: Path, tmp_path: Path
+    train: Train, uninterrupted: Path, tmp_path: Path
 ) -> None:
     """Bit for bit, and with the same metrics."""
-    out = tmp_path / "out"
-    with killed(*MOMENTS[moment]):
-        train(**VALIDATED)
-    train(resume=True, **VALIDATED)
-    assert same_training(out, uninterrupted)
-    for kind in ("train", "validation"):
-        steps = [line["step"] for line in read_metrics(out, kind)]
-        assert steps == [line["step"] for line in read_metrics(uninterrupted, kind)]
-    assert checkpoints(out) == ["step-12", "step-9"]
+    for name, moment in MOMENTS.items():
+        with killed(*moment):
+            train(name, **VALIDATED)
+        out = train(name, resume=True, **VALIDATED)
+        assert same_training(out, uninterrupted), name
+        for kind in ("train", "validation"):
+            steps = [line["step"] for line in read_metrics(out, kind)]
+            assert steps == [line["step"] for line in read_metrics(uninterrupted, kind)]
+        assert checkpoints(out) == ["step-12", "step-9"]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{**TOKENS, "accumulate": 2, "epochs": 8}, EAGLE3, {"draft_vocab_size": 200}],
-    ids=["tokens", "eagle3", "eagle"],
-)
-def test_other_trainings_resume_to_the_same_weights(settings: dict[str, Any], train: Train) -> None:
+def test_other_trainings_resume_to_the_same_weights(train: Train, tmp_path: Path) -> None:
     """Those on a budget of tokens, and those of a head with a draft vocabulary."""
-    whole = train("whole", **settings)
-    with killed(*IN_MID_EPOCH):
-        train(**settings)
-    out = train(resume=True, **settings)
-    assert same_training(out, whole)
-    with pytest.raises(ValueError, match=r"tokens_per_batch was (None|200), is 250"):
-        train(resume=True, **{**settings, "tokens_per_batch": 250})
+    for name, options in {
+        "tokens": {**TOKENS, "accumulate": 2, "epochs": 8},
+        "eagle3": EAGLE3,
+        "vocabulary": {"draft_vocab_size": 200},
+    }.items():
+        settings: dict[str, Any] = {**options, "max_steps": 8}
+        whole = train(f"{name}-whole", **settings)
+        with killed(TrainingFolder, "append_metrics", 5):
+            train(name, **settings)
+        assert same_training(train(name, resume=True, **settings), whole), name
+        with pytest.raises(ValueError, match=r"tokens_per_batch was (None|200), is 250"):
+            train(name, resume=True, **{**settings, "tokens_per_batch": 250})
+    with pytest.raises(OptionsError, match=r"at least max_length \(128\); got 100"):
+        train(tokens_per_batch=100, max_length=128)
+    assert not (tmp_path / "out").exists()
 
 
 def test_checkpoint_saves_a_usable_head(train: Train, target: Path, tmp_path: Path) -> None:
     """Also with stored features, which an interrupted training keeps and a complete one deletes."""
     whole = train("whole", **VALIDATED)
-    stored = {**VALIDATED, "store_features": True}
+    stored = {**VALIDATED, "store_features": True, "dtype": "float32"}
     with killed(*IN_MID_EPOCH):
         train(**stored)
     out = tmp_path / "out"
@@ -272,21 +265,6 @@ def test_full_disk_keeps_the_last_checkpoint(
         assert checkpoints(tmp_path / name) == ["step-3", "step-6"]
     train(name, resume=True, **VALIDATED)
     assert same_weights(read_weights(tmp_path / name), read_weights(uninterrupted))
-
-
-def test_gradient_norm_of_deepspeed_may_be_missing(
-    train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for norm in (0.25, None):
-        monkeypatch.setattr(Accelerator, "clip_grad_norm_", lambda *_, norm=norm: norm)
-        out = train(str(norm), max_steps=2)
-        assert [line["gradient_norm"] for line in read_metrics(out)] == [norm] * 2
-
-
-def test_budget_of_tokens_must_hold_the_longest_chat(train: Train, tmp_path: Path) -> None:
-    with pytest.raises(OptionsError, match=r"at least max_length \(128\); got 100"):
-        train(tokens_per_batch=100, max_length=128)
-    assert not (tmp_path / "out").exists()
 
 
 # -- equivalent trainings --------------------------------------------------------------------------

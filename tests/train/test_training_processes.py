@@ -89,7 +89,8 @@ def test_two_processes_equal_one_with_twice_the_batch_and_resume(
     """Killed processes resume to the same weights, bit for bit.
 
     With ten chats in batches of four, the last of an epoch is filled up in one process only. The
-    processes of an EAGLE-3 training count the tokens of the answers together.
+    processes of an EAGLE-3 training count the tokens of the answers together. Those with batches of
+    tokens have different numbers of chats and of answers.
     """
     options = {"max_length": 256, "accumulate": 2, **EAGLE3}
     two, out, script = (tmp_path / name for name in ("two", "out", "killed.py"))
@@ -102,16 +103,9 @@ def test_two_processes_equal_one_with_twice_the_batch_and_resume(
     assert read_metrics(out)[-1]["step"] == 8
     run_process([*arguments, "--resume"], two_processes)
     assert same_training(out, two)
-
-
-@pytest.mark.slow
-def test_two_processes_share_batches_of_tokens(
-    train: Train, target: Path, data: Path, tmp_path: Path, two_processes: list[str]
-) -> None:
-    """Which have different numbers of chats and of answers."""
     options = {"tokens_per_batch": 200, "max_length": 128, "max_steps": 2}
-    run_process(command(data, tmp_path / "two", target, **options), two_processes)
-    check_same(tmp_path / "two", train("one", **options, accumulate=2))
+    run_process(command(data, tmp_path / "tokens", target, **options), two_processes)
+    check_same(tmp_path / "tokens", train("one-tokens", **options, accumulate=2))
 
 
 # -- features --------------------------------------------------------------------------------------

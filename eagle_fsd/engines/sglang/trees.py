@@ -9,22 +9,15 @@ tokens of a step, ``V`` vocabulary.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from eagle_fsd.engines.bookkeeping import Counter, RuleStates
+from eagle_fsd.engines.bookkeeping import EngineRule
 from eagle_fsd.engines.chains import raise_probability
 from eagle_fsd.model.tree import DraftTree, ancestor_matrix
-from eagle_fsd.model.verify import (
-    AcceptanceRule,
-    Origin,
-    Verification,
-    VerificationInputs,
-    verify,
-)
+from eagle_fsd.model.verify import Verification, VerificationInputs, verify
 from eagle_fsd.model.vocabulary import Distributions
 
 
@@ -88,13 +81,8 @@ class RequestSampling:
         return self.top_k <= 1
 
 
-class TreeVerifier:
-    """A rule with what it keeps between the steps of an engine."""
-
-    def __init__(self, rule: AcceptanceRule, log: logging.Logger) -> None:
-        self.rule = rule
-        self.counter = Counter(log)
-        self.states = RuleStates(rule)
+class TreeVerifier(EngineRule):
+    """A rule on the trees of SGLang."""
 
     def __call__(
         self,
@@ -121,9 +109,7 @@ class TreeVerifier:
             best = torch.where(sampling.greedy[:, None], best, drawn)
         inputs = VerificationInputs(tree, processed, processed, warped, None, best, state=state)
         kept = verify(inputs, self.rule)
-        if state is not None:
-            self.states.store(self.rule.advance(inputs, kept))
-        self.counter.add((kept.origins == int(Origin.FUZZY)).sum(), kept.count.sum())
+        self.record(inputs, kept, state is not None)
 
         real = torch.arange(kept.path.shape[1], device=logits.device) < kept.count[:, None]
         nodes = torch.where(real, kept.path, tree.size)  # a spare one

@@ -1,0 +1,299 @@
+"""Write chats turn by turn, with a loaded target or a server of it, to a file that can be resumed.
+
+A :class:`Script` decides what is written: ``regenerate`` replaces the answers of given chats, and
+``synthesize`` writes both sides.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+from transformers.generation import StopStringCriteria
+
+from eagle_fsd.model.config import SamplingConfig, TargetOptions
+from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.model.request import Answer, Request
+from eagle_fsd.train.chat_file import Chat
+from eagle_fsd.train.config import RegenerateConfig, RegenerateServer
+from eagle_fsd.train.loaded_target import LoadedTarget
+from eagle_fsd.utils.chat_api import ChatClient, Endpoint, EndpointError, map_concurrently
+from eagle_fsd.utils.files import atomic_write, read_jsonl, truncate_partial_line
+from eagle_fsd.utils.options import OptionsError
+from eagle_fsd.utils.signals import StopSignals, interrupt_on_second_signal
+
+#: Options missing from fingerprints of earlier versions, with the values that those versions used.
+_LATER_OPTIONS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+#: Statuses by which a server rejects a single request, such as one that exceeds its context.
+REJECTIONS = (400, 413, 422)
+#: Upper bound of the turns of a chat, which keeps the seeds of different chats apart.
+MAX_TURNS = 1024
+
+#: Called with numbers of new tokens.
+TokenCallback = Callable[[int], None]
+#: Chats in the order in which they end.
+Drafts = Generator["Draft", None, None]
+
+
+def ignore_tokens(count: int) -> None:
+    """Ignore the number of new tokens; the default :data:`TokenCallback`."""
+
+
+@dataclass(eq=False)
+class Draft:
+    """A chat that is being written; ``dropped`` is why it ended early, if it did."""
+
+    index: int
+    source: Chat = field(default_factory=list)  # the chat to rewrite
+    messages: Chat = field(default_factory=list)
+    dropped: str | None = None
+
+    def line(self) -> dict[str, Any]:
+        """Return the chat's line in the output."""
+        return {"index": self.index, "messages": self.messages}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A message for the target to write, of at most ``limit`` tokens, up to one of ``stop``.
+
+    ``prompt`` is the text that it continues, or a chat that a server formats; ``start`` is the
+    beginning of the message in ``prompt``.
+    """
+
+    role: str
+    prompt: str | Chat
+    sampling: SamplingConfig
+    limit: int
+    stop: tuple[str, ...] = ()
+    start: str = ""
+
+    def cut(self, text: str, complete: bool) -> tuple[str, bool]:
+        """Cut what was written at a stop string; also return whether it is complete."""
+        for stop in self.stop:
+            text, found, _ = text.partition(stop)
+            complete = complete or bool(found)
+        return text, complete
+
+
+class Script(Protocol):
+    """What is written. Several threads may call the methods, each with chats of its own."""
+
+    @property
+    def config(self) -> RegenerateConfig:
+        """The options, among them the batch size."""
+
+    def next_turn(self, draft: Draft) -> Turn | None:
+        """Return what to write next; None if the chat is complete."""
+
+    def take(
+        self, draft: Draft, turn: Turn, text: str, complete: bool, error: str | None = None
+    ) -> None:
+        """Add a message to its chat, or end the chat, as where an ``error`` prevented the turn."""
+
+
+def turn_seed(seed: int, draft: Draft) -> int:
+    """Return the seed of a chat's next turn, which no other turn of the file shares."""
+    return seed + draft.index * MAX_TURNS + len(draft.messages)
+
+
+def special_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
+    """Return the special token that a text begins with, if any."""
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
+
+
+class LocalWriter:
+    """Write chats with a loaded target, many at once."""
+
+    def __init__(self, loaded: LoadedTarget, on_tokens: TokenCallback = ignore_tokens) -> None:
+        self.loaded, self.on_tokens = loaded, on_tokens
+        self.model = EagleFSD(loaded.target.model, None, tokenizer=loaded.tokenizer)
+        self._ends = lru_cache(self._find_ends)
+
+    def write(self, script: Script, drafts: Iterator[Draft | None]) -> Drafts:
+        """Yield chats in the order in which they end; where ``drafts`` yields None, none begins.
+
+        A chat that goes on takes the place of its last turn in the batch.
+        """
+        begun: deque[Draft] = deque()
+        running: dict[Answer, tuple[Draft, Turn]] = {}
+        with closing(self.model.batch(script.config.batch_size)) as batch:
+            while True:
+                while batch.free and (draft := begun.popleft() if begun else next(drafts, None)):
+                    if (turn := script.next_turn(draft)) is None:
+                        yield draft
+                    elif (request := self._request(turn)) is not None:
+                        running[batch.add(request)] = draft, turn
+                    else:
+                        script.take(draft, turn, "", False, "the context is full")
+                        yield draft
+                if not running:
+                    return
+                for answer, chunk in batch.step():
+                    self.on_tokens(len(chunk.tokens))
+                    if answer.error is not None:
+                        raise answer.error
+                    if chunk.finished:
+                        draft, turn = running.pop(answer)
+                        script.take(draft, turn, *turn.cut(*self._read(answer, turn)))
+                        begun.append(draft)
+
+    def _request(self, turn: Turn) -> Request | None:
+        """Return the request of a turn; None if the context has no room for two tokens."""
+        adds = self.loaded.chat_template.adds_special_tokens
+        ids = self.loaded.tokenizer(turn.prompt, add_special_tokens=adds).input_ids
+        room = self.model.target.context_length - len(ids)
+        if room < 2:
+            return None
+        ends, criteria = self._ends(turn.stop)
+        options: Any = {"eos_token_id": ends, "stopping_criteria": criteria, "method": "ar"}
+        return self.model.request(ids, min(turn.limit, room), sampling=turn.sampling, **options)
+
+    def _read(self, answer: Answer, turn: Turn) -> tuple[str, bool]:
+        """Return the text of a turn, and whether a token ended it."""
+        text = str(self.loaded.tokenizer.decode(answer.tokens, skip_special_tokens=True))
+        ends, _ = self._ends(turn.stop)
+        return text, bool(answer.tokens) and answer.tokens[-1] in ends
+
+    def _find_ends(self, stop: tuple[str, ...]) -> tuple[list[int], list[StopStringCriteria]]:
+        """Return the tokens and the criteria that end a turn, given strings that end it."""
+        tokenizer, template = self.loaded.tokenizer, self.loaded.chat_template
+        special = {text: special_token(tokenizer, text) for text in stop}
+        tokens = [token for token in special.values() if token is not None]
+        strings = [text for text, token in special.items() if token is None]
+        criteria = [StopStringCriteria(tokenizer, strings)] if strings else []
+        return [*self.model.eos_token_ids, *template.stop_token_ids, *tokens], criteria
+
+
+class ServerWriter:
+    """Write chats with a server, several at once.
+
+    ``prefix`` is left out of texts to continue, because the server adds it.
+    """
+
+    def __init__(
+        self, server: RegenerateServer, on_tokens: TokenCallback = ignore_tokens, prefix: str = ""
+    ) -> None:
+        assert server.base_url is not None
+        assert server.model is not None  # RegenerateServer requires both or neither
+        url, model = server.base_url, server.model
+        key = os.environ.get(server.api_key_env)
+        if key is None and "api_key_env" in server.model_fields_set:
+            raise OptionsError(f"the environment variable {server.api_key_env} is not set")
+        self.endpoint = Endpoint(url, model, key, server.timeout, server.retries)
+        self.fingerprint = {"server": self.endpoint.redacted_url, "model": model}
+        self.concurrency, self.on_tokens, self.prefix = server.concurrency, on_tokens, prefix
+
+    def write(self, script: Script, drafts: Iterator[Draft | None]) -> Drafts:
+        """Yield chats in the order in which they end.
+
+        The first SIGINT or SIGTERM ends the iteration after the chats in progress, the second one
+        raises KeyboardInterrupt. Raises ValueError if the server fails.
+        """
+
+        def begin() -> Iterator[Draft]:
+            for draft in drafts:
+                if signals.requested.is_set():
+                    return
+                if draft is not None:
+                    yield draft
+
+        def finish(draft: Draft) -> None:
+            while (turn := script.next_turn(draft)) is not None:
+                try:
+                    script.take(draft, turn, *turn.cut(*self._send(client, turn)))
+                except EndpointError as error:
+                    if error.status not in REJECTIONS:
+                        raise
+                    script.take(draft, turn, "", False, str(error))
+
+        try:
+            client = ChatClient(self.endpoint, self.on_tokens)
+            written = map_concurrently(finish, begin(), self.concurrency)
+            stop = interrupt_on_second_signal("the chats in progress")
+            with StopSignals(stop) as signals, closing(written):
+                for draft, _ in written:
+                    yield draft
+        except EndpointError as error:
+            raise self.failure(error) from error
+
+    def _send(self, client: ChatClient, turn: Turn) -> tuple[str, bool]:
+        """Request a turn; return its text, and whether it is complete."""
+        sampling = turn.sampling
+        own = {"top_k": sampling.top_k, "min_p": sampling.min_p}  # not parameters of OpenAI's
+        options: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": (sampling.seed or 0) % 2**31,
+            "max_tokens": turn.limit,
+            "extra_body": {name: value for name, value in own.items() if value},
+        }
+        if turn.stop:
+            options["stop"] = list(turn.stop)
+        if isinstance(turn.prompt, str):
+            prompt = turn.prompt.removeprefix(self.prefix)
+            text, complete, _ = client.continue_text(prompt, **options)
+        else:
+            text, complete, _ = client.answer(turn.prompt, **options)
+        return text, complete
+
+    def failure(self, error: Exception | str) -> ValueError:
+        """Return the error to raise if the server failed."""
+        endpoint = self.endpoint
+        return ValueError(
+            f"the target {endpoint.model} at {endpoint.redacted_url} failed ({error}); the chats so"
+            " far are saved: run the same command again to resume"
+        )
+
+
+def refuse_local_options(request: TargetOptions, *names: str) -> None:
+    """Raise OptionsError for options of a loaded target, which a server replaces."""
+    if given := [name.replace("_", " ") for name in names if getattr(request, name) is not None]:
+        raise OptionsError(f"--base-url uses a server's target and takes no {', '.join(given)}")
+
+
+# -- the output ------------------------------------------------------------------------------------
+
+
+def prepare_output(out: Path, fingerprint: dict[str, Any]) -> None:
+    """Write the fingerprint, or check it against an earlier run's and delete partial lines."""
+    file = out.with_name(out.name + ".meta.json")
+    if not output_files(out):
+        atomic_write(file, json.dumps(fingerprint, indent=2) + "\n")
+        return
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    before.pop("batch_size", None)  # of earlier versions
+    if {**_LATER_OPTIONS, **before} != fingerprint:
+        raise ValueError(f"{out} was written from other chats or options; choose another file")
+    for written in output_files(out):
+        truncate_partial_line(written)
+
+
+def output_files(out: Path) -> list[Path]:
+    """Return the files with written chats: the output and its parts, ``OUT.part0`` and so on."""
+    parts = sorted(out.parent.glob(f"{glob.escape(out.name)}.part*"))
+    return [file for file in (out, *parts) if file.exists()]
+
+
+def read_lines(out: Path) -> dict[int, dict[str, Any]]:
+    """Return the lines of the output and its parts by the index of their chat."""
+    lines = (line for file in output_files(out) for line in read_jsonl(file))
+    return {int(line["index"]): line for line in lines}
+
+
+def finish_output(out: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Write lines to the output, and remove its parts."""
+    atomic_write(out, "".join(json.dumps(line) + "\n" for line in lines))
+    for file in output_files(out):
+        if file != out:
+            file.unlink()
