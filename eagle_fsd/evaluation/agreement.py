@@ -37,13 +37,9 @@ Divergences = dict[int | str, list[list[float | None]]]
 def agreement(exact: Sequence[Record], other: Sequence[Record]) -> dict[str, Any]:
     """Compare a method's answers with exact decoding's to the same questions, token by token.
 
-    Answers of servers, which send text only, are compared word by word. Only greedy answers are
-    meant to agree: sampled ones differ even if both methods are lossless. The values are the
-    numbers of compared ``answers`` and ``identical`` ones; ``first_difference``, the quartiles over
-    changed answers of the tokens before the first difference; ``length_change``, the mean
-    difference in tokens; ``repetition`` (see :func:`repetition`) and ``repetition_change``. The
-    changes have 95% intervals, ``length_change_interval`` and ``repetition_change_interval``.
-    Values that cannot be computed are None.
+    Answers of servers, which send text only, are compared word by word. ``first_difference`` holds
+    the quartiles over changed answers of the tokens before the first difference. Values that cannot
+    be computed are None.
     """
     by_id = {record["question_id"]: _turns(record) for record in exact}
     pairs = [
@@ -68,10 +64,7 @@ def agreement(exact: Sequence[Record], other: Sequence[Record]) -> dict[str, Any
 
 
 def changed_limit(found: Mapping[str, Any], confidence: float) -> float | None:
-    """Return Clopper and Pearson's upper limit on the share of changed answers.
-
-    ``found`` is the result of :func:`agreement`. The limit is None if no answers were compared.
-    """
+    """Return Clopper and Pearson's upper limit on the share of changed answers, if any."""
     count = found["answers"]
     if not count:
         return None
@@ -106,8 +99,8 @@ def _first_difference(
 def repetition(turns: Sequence[Sequence[int | str]]) -> float:
     """Return the share of an answer's 4-grams that occurred before in the same turn.
 
-    This is ``1 - distinct / all`` over all turns, as "seq-rep-4" in Welleck et al., "Neural Text
-    Generation with Unlikelihood Training" (arXiv 1908.04319), and 0 for answers that are too short.
+    This is "seq-rep-4" in Welleck et al., "Neural Text Generation with Unlikelihood Training"
+    (arXiv 1908.04319).
     """
     total = distinct = 0
     for tokens in turns:
@@ -121,10 +114,8 @@ def regret_summary(records: Sequence[Record]) -> dict[str, Any] | None:
     """Summarize the log-probability that fuzzy tokens give up.
 
     The regret of a token is ``max log p - log p(x)`` in nats, with ``p`` the target's distribution
-    before sampling options. ``fuzzy_tokens`` is the number of fuzzy tokens, ``mean``, ``p95`` and
-    ``max`` are over them, and ``per_token`` is the sum of all regrets divided by the number of all
-    tokens, with its 95% interval (``per_token_interval``). None without fuzzy tokens, and if their
-    regrets were not recorded.
+    before sampling options; ``per_token`` is the sum of all divided by the number of all tokens.
+    None without fuzzy tokens, and if their regrets were not recorded.
     """
     choices = [choice for record in records for choice in record["choices"]]
     values = [value for choice in choices for value in chain(*choice["regrets"])]
@@ -151,8 +142,7 @@ def fuzzy_divergences(
 ) -> Divergences:
     """Decode greedy answers again to learn the divergence at each of their fuzzy tokens.
 
-    The divergence is the one that the method selects; None at tokens without one. Answers that are
-    not the same again, as with drafters that learn from earlier answers, are omitted.
+    Answers that are not the same again, as with drafters that learn, are omitted.
     """
     pair = method.pair_for(model)
     pair.drafter = model.drafter.fresh().attach(pair.target)
@@ -192,18 +182,15 @@ def compare_answers(
     """Prepare the changed answers of a method for a report.
 
     Answers that became wrong come first, then those that became right, then the others, each group
-    by decreasing regret. ``records`` and ``scores`` are the answers, and whether they are correct,
-    by method. A ``tokenizer`` is required if the answers have token ids. ``find_divergences`` is
-    called with the first :data:`MAX_SHOWN_ANSWERS` of them, and may omit any.
+    by decreasing regret. A ``tokenizer`` is required if the answers have token ids.
+    ``find_divergences`` is called with the first :data:`MAX_SHOWN_ANSWERS` of them, and may omit
+    any.
 
-    The JSON values are ``method`` (its name); ``changed``, the number of changed answers;
-    ``answers``, the first :data:`MAX_SHOWN_ANSWERS` of them with ``question_id``, ``category``,
-    ``turns`` (the user's messages), ``outcome`` (``"lost"``, ``"gained"`` or ``"changed"``), and
-    for both methods, as ``exact`` and ``other``, a list of pieces for each turn; ``tokens``, the
-    divergence and regret of the fuzzy tokens of the answers that were decoded again. A piece holds
-    its ``text``, and ``changed`` if the other answer lacks it; a fuzzy token is a piece that also
-    holds ``fuzzy``, ``regret`` (the log-probability that it gave up, in nats) and, if known,
-    ``divergence``.
+    The JSON values are ``method``; ``changed``, the number of changed answers; ``answers``, the
+    first of them, with a list of pieces for each turn of both methods (``exact`` and ``other``);
+    ``tokens``, the divergence and regret of the fuzzy tokens of the answers that were decoded
+    again. A piece holds its ``text``, and ``changed`` if the other answer lacks it; a fuzzy token
+    is a piece that also holds ``fuzzy``, ``regret`` and, if known, ``divergence``.
     """
     exact = {record["question_id"]: record for record in records[reference]}
     by_id = {question.question_id: question for question in questions}

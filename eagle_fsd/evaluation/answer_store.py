@@ -67,10 +67,7 @@ class Session:
 
 
 def read_sessions(folder: str | Path, ids: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Read the provenance of sessions by id, the earliest first.
-
-    Raises ValueError if a session's file is missing or damaged.
-    """
+    """Read the provenance of sessions by id, the earliest first."""
     found = []
     for name in ids:
         path = Path(folder) / "sessions" / f"{name}.json"
@@ -88,8 +85,7 @@ class AnswerStore:
     """The answers of one method. Call :meth:`open` before anything else.
 
     ``fingerprint_inputs`` is everything that all answers depend on, and ``questions`` a fingerprint
-    of each question by id, in order: answers with other ones are rejected. The index of the process
-    determines the part that it writes.
+    of each question by id, in order. The index of the process determines the part that it writes.
     """
 
     def __init__(
@@ -110,10 +106,9 @@ class AnswerStore:
         self.records: dict[int | str, Record] = {}
 
     def open(self) -> AnswerStore:
-        """Read the answers that all processes of an earlier run wrote.
+        """Read the answers that all processes of an earlier run wrote, the first process first.
 
-        The first process must have opened its store before the others do. Raises ValueError if the
-        answers are damaged or were made from other inputs.
+        Raises ValueError if the answers are damaged or were made from other inputs.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._check_fingerprint_inputs()
@@ -182,9 +177,9 @@ class AnswerStore:
         append_line(self.part, json.dumps(record, ensure_ascii=False))
 
     def merge(self) -> list[Record]:
-        """Merge all parts into one file, in the order of the questions.
+        """Merge all parts, in the order of the questions, once every process has finished.
 
-        Every process must have finished. A file that is already merged is not rewritten.
+        A file that is already merged is not rewritten.
         """
         found = self._read()
         self.records = {key: found[key] for key in self.questions if key in found}
@@ -216,7 +211,6 @@ def _find_problem(record: Any, questions: Mapping[int | str, str]) -> str | None
 
 
 def _is_complete(choice: Any) -> bool:
-    """Return whether a choice has all of :data:`CHOICE_LISTS`, of one length."""
     fields = [choice.get(name) for name in CHOICE_LISTS] if isinstance(choice, dict) else []
     lists = [item for item in fields if isinstance(item, list)]
     return len(lists) == len(CHOICE_LISTS) and len({len(item) for item in lists}) == 1

@@ -83,6 +83,7 @@ class Conversation:
         self.turns.append(turn)
 
 
+@dataclass(kw_only=True)
 class Answerer(ABC, Generic[M]):
     """Answer questions with each of several methods, whose ``stores`` must be open.
 
@@ -90,19 +91,17 @@ class Answerer(ABC, Generic[M]):
     machine's speed affect all of them alike. Each method first answers a batch untimed.
     """
 
-    def __init__(
-        self,
-        methods: Sequence[M],
-        stores: Sequence[AnswerStore],
-        config: EvaluationConfig,
-        session: Session,
-        process: int = 0,
-        processes: int = 1,
-    ) -> None:
-        self.methods, self.stores = list(methods), list(stores)
-        self.config, self.session = config, session
-        self.process, self.processes = process, processes
-        self.samples = config.samples * config.seeds
+    config: EvaluationConfig
+    session: Session
+    methods: Sequence[M] = ()
+    stores: Sequence[AnswerStore] = ()
+    process: int = 0
+    processes: int = 1
+
+    @property
+    def samples(self) -> int:
+        """Number of answers to each question."""
+        return self.config.samples * self.config.seeds
 
     def run(
         self, questions: Sequence[Question], progress: Callable[[int, int], None] | None = None
@@ -123,12 +122,12 @@ class Answerer(ABC, Generic[M]):
                     work.append((method, number, group))
         total = len(share) * count
         done = total - sum(len(group) for _, _, group in work)
-        warmed_up: set[int] = set()
+        first: dict[int, list[Question]] = {}
         for method, _, group in work:
-            if method not in warmed_up:
-                warmed_up.add(method)
-                first = [replace(item, turns=item.turns[:1]) for item in group]
-                self.warm_up(first[: self.config.batch], self.methods[method])
+            first.setdefault(method, group[: self.config.batch])
+        for method, group in first.items():
+            asked = [replace(item, turns=item.turns[:1]) for item in group]
+            self.warm_up(asked, self.methods[method])
         for method, number, group in work:
             for record in self.answer(group, self.methods[method], number):
                 self.stores[method].append(record)
@@ -151,6 +150,10 @@ class Answerer(ABC, Generic[M]):
     @abstractmethod
     def answer(self, questions: Sequence[Question], method: M, group: int = 0) -> Iterable[Record]:
         """Answer a group of questions, all samples and turns, in one batch."""
+
+    def conversations(self, questions: Sequence[Question], samples: int) -> list[Conversation]:
+        """Begin all samples of the answers to questions."""
+        return [Conversation(item, sample) for item in questions for sample in range(samples)]
 
     def records(
         self,
@@ -223,6 +226,7 @@ class Answerer(ABC, Generic[M]):
         return answer_seed(seed, answer.question.question_id, number, len(answer.turns))
 
 
+@dataclass(kw_only=True)
 class PairAnswerer(Answerer[Method]):
     """Answer questions with a pair in this process.
 
@@ -230,32 +234,21 @@ class PairAnswerer(Answerer[Method]):
     phase.
     """
 
-    def __init__(
-        self,
-        model: EagleFSD,
-        chat_template: ChatTemplate,
-        methods: Sequence[Method],
-        stores: Sequence[AnswerStore],
-        config: EvaluationConfig,
-        session: Session,
-        process: int = 0,
-        processes: int = 1,
-    ) -> None:
-        super().__init__(methods, stores, config, session, process, processes)
-        self.model, self.chat_template = model, chat_template
-        self.memory = PeakMemory(model.target.device)
-        self.eos_token_ids = [*model.eos_token_ids, *chat_template.stop_token_ids]
-        stop = list(chat_template.stop)
-        self.stopping_criteria = [StopStringCriteria(model.tokenizer, stop)] if stop else []
+    model: EagleFSD
+    chat_template: ChatTemplate
+
+    def __post_init__(self) -> None:
+        template, stop = self.chat_template, list(self.chat_template.stop)
+        self.memory = PeakMemory(self.model.target.device)
+        self.eos_token_ids = [*self.model.eos_token_ids, *template.stop_token_ids]
+        self.stopping_criteria = [StopStringCriteria(self.model.tokenizer, stop)] if stop else []
         self._pairs: dict[str, EagleFSD] = {}
 
     def warm_up(self, questions: Sequence[Question], method: Method) -> None:
-        """See :meth:`Answerer.warm_up`."""
         self._converse(questions, method, 1)
         self._pairs.clear()  # forget what was learned from these answers
 
     def answer(self, questions: Sequence[Question], method: Method, group: int = 0) -> list[Record]:
-        """See :meth:`Answerer.answer`."""
         repeats = 1
         if isinstance(self.config, BenchConfig) and not self.model.drafter.learns:
             repeats = self.config.repeats
@@ -277,7 +270,7 @@ class PairAnswerer(Answerer[Method]):
         batch = kind(
             self._pair(method), method, self.config, self.eos_token_ids, self.stopping_criteria
         )
-        answers = [Conversation(item, sample) for item in questions for sample in range(samples)]
+        answers = self.conversations(questions, samples)
         waiting, seconds = deque(answers), 0.0
         running: dict[Hashable, tuple[Conversation, Tensor, float]] = {}
         synchronize(self.model)
@@ -301,16 +294,15 @@ class PairAnswerer(Answerer[Method]):
                 waiting.appendleft(answer)
 
     def _next_prompt(self, answer: Conversation) -> Tensor | None:
-        """Return the prompt of the next turn; None after the last one.
+        """Return the prompt of the next turn, ``[S]``, skipping those that fill the context.
 
-        Turns whose prompt fills the context are skipped.
+        None after the last one.
         """
         while answer.ask():
             prompt = encode_prompt(answer.chat, self.model.tokenizer, self.chat_template)[0]
             if len(prompt) < self.model.target.context_length:
                 return prompt
-            error = f"the prompt's {len(prompt)} tokens fill the context"
-            answer.answer(Turn(error=error))
+            answer.answer(Turn(error=f"the prompt's {len(prompt)} tokens fill the context"))
         return None
 
     def _pair(self, method: Method) -> EagleFSD:
@@ -322,10 +314,10 @@ class PairAnswerer(Answerer[Method]):
         return self._pairs[method.name]
 
     def likelihood(self, turn: Turn) -> tuple[float | None, list[float | None]]:
-        """See :meth:`Answerer.likelihood`.
+        """See :meth:`Answerer.likelihood`; calibration leaves them out.
 
-        Calibration leaves them out: they need another pass over every answer, which takes about as
-        long as decoding it in a large batch.
+        They need another pass over every answer, which takes about as long as decoding it in a
+        large batch.
         """
         tokens = turn.reply.tokens
         fuzzy = [at for at, origin in enumerate(turn.reply.origins) if origin == Origin.FUZZY]
@@ -335,13 +327,13 @@ class PairAnswerer(Answerer[Method]):
         return float(own.mean()), [max(0.0, float(best[at] - own[at])) for at in fuzzy]
 
     def _turn(self, prompt: Tensor, reply: Reply, seconds: float) -> Turn:
-        """Return the turn that consists of a reply."""
-        text = str(self.model.tokenizer.decode(reply.tokens, skip_special_tokens=True))
-        stop, tokens = self.chat_template.stop, reply.tokens
+        """Return the turn that consists of a reply, whose text ends before a stop string."""
+        tokens = reply.tokens
+        text = str(self.model.tokenizer.decode(tokens, skip_special_tokens=True))
+        ends = [text.index(item) for item in self.chat_template.stop if item in text]
         ended = bool(tokens) and tokens[-1] in self.eos_token_ids
-        cut_off = not ended and not any(item in text for item in stop)
-        content = _truncate_at_stop(text, stop).strip()
-        return Turn(prompt, reply, content, len(tokens), seconds, cut_off)
+        content = text[: min(ends, default=len(text))].strip()
+        return Turn(prompt, reply, content, len(tokens), seconds, cut_off=not ended and not ends)
 
 
 def _average(runs: Sequence[Sequence[Turn]]) -> list[Turn]:
@@ -359,19 +351,13 @@ def _average(runs: Sequence[Sequence[Turn]]) -> list[Turn]:
 
 
 def answer_seed(seed: int, question_id: int | str, sample: int, turn: int) -> int:
-    """Return the seed with which a turn of an answer is sampled.
+    """Return the seed, below 2**56, with which a turn of an answer is sampled.
 
     It depends neither on the other questions of a run nor on their order, so that a larger run
-    draws the same answers. It is below 2**56.
+    draws the same answers.
     """
     key = json.dumps([seed, question_id, sample, turn])
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:7])
-
-
-def _truncate_at_stop(text: str, stop: Sequence[str]) -> str:
-    """Return the text before the first stop string, as FastChat does."""
-    found = [index for item in stop if (index := text.find(item)) >= 0]
-    return text[: min(found)] if found else text
 
 
 @torch.inference_mode()
@@ -381,8 +367,6 @@ def answer_log_probs(target: Target, prompt: Tensor, answer: Tensor) -> tuple[Te
     Returns those of the answer's tokens and of the likeliest tokens, ``[A]`` each, in float64. What
     a token gives up, its *regret*, is their difference.
     """
-    if not len(answer):
-        return torch.zeros(0, dtype=torch.double), torch.zeros(0, dtype=torch.double)
     ids = torch.cat([prompt.to(target.device), answer.to(target.device)])
     output = target.model.base_model(input_ids=ids[None], use_cache=False)
     features = output.last_hidden_state[0, len(prompt) - 1 : -1].to(target.device)

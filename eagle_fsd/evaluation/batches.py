@@ -58,7 +58,7 @@ class MethodBatch(ABC):
 
 @dataclass(eq=False)
 class TreeBatch(MethodBatch):
-    """Prompts that join and leave between steps of decoding; see :class:`MethodBatch`.
+    """Prompts that join and leave between steps of decoding.
 
     A reply depends on its prompt and seed only, up to rounding.
     """
@@ -70,11 +70,9 @@ class TreeBatch(MethodBatch):
 
     @property
     def free(self) -> int:
-        """See :attr:`MethodBatch.free`."""
         return self._batch.free
 
     def add(self, prompt: Tensor, max_new_tokens: int, seed: int) -> Hashable:
-        """Add a prompt; see :meth:`MethodBatch.add`."""
         return self._batch.add(
             self._pair.request(
                 prompt,
@@ -112,7 +110,7 @@ class _Waiting:
 
 @dataclass(eq=False)
 class PaddedBatch(MethodBatch):
-    """Prompts that Hugging Face's ``generate`` decodes to their end; see :class:`MethodBatch`.
+    """Prompts that Hugging Face's ``generate`` decodes to their end.
 
     Prompts with different limits on new tokens, which ``generate`` does not know, are decoded in
     calls of their own. A call is sampled with the seed of its first prompt.
@@ -123,17 +121,13 @@ class PaddedBatch(MethodBatch):
 
     @property
     def free(self) -> int:
-        """See :attr:`MethodBatch.free`."""
         return self.config.batch - len(self._waiting)
 
     def add(self, prompt: Tensor, max_new_tokens: int, seed: int) -> Hashable:
-        """Add a prompt; see :meth:`MethodBatch.add`."""
-        item = _Waiting(prompt, max_new_tokens, seed)
-        self._waiting.append(item)
-        return item
+        self._waiting.append(_Waiting(prompt, max_new_tokens, seed))
+        return self._waiting[-1]
 
     def step(self) -> list[tuple[Hashable, Reply]]:
-        """Decode all prompts; see :meth:`MethodBatch.step`."""
         calls: dict[int, list[_Waiting]] = {}
         for item in self._waiting:
             calls.setdefault(item.max_new_tokens, []).append(item)
@@ -192,7 +186,7 @@ def _find_padding(model: EagleFSD, eos_token_ids: Sequence[int]) -> int | None:
     tokenizer, own = model.tokenizer, model.model.generation_config.pad_token_id
     candidates = (tokenizer.pad_token_id, tokenizer.unk_token_id, own, *eos_token_ids)
     usable = [item for item in candidates if item is not None]
-    return next((item for item in usable if item not in eos_token_ids), next(iter(usable), None))
+    return min(usable, key=lambda item: item in eos_token_ids, default=None)
 
 
 def _count_new(new: Tensor, eos_token_ids: Sequence[int], pad: int | None) -> int:

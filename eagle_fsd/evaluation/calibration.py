@@ -71,8 +71,7 @@ from eagle_fsd.evaluation.selection import (
     check_accuracy,
     choose_tests,
     drop_settings,
-    engine_trees,
-    exact_tree,
+    engine_plan,
     plan_settings,
     race_settings,
 )
@@ -94,12 +93,10 @@ DEFAULT_COUNT = 2000
 ROUNDS: tuple[tuple[int | None, int], ...] = ((16, 6), (64, 3), (None, 3))
 #: Groups of prompts on which speeds are measured.
 RACE_GROUPS = 24
-#: File with the trees of all settings, and with the ids of the questions of both stages, the names
-#: of the settings to choose from, and whether passes are compiled.
-TREES_FILE, QUESTIONS_FILE = "trees.json", "questions.json"
-#: File with the bounds, the tree of exact decoding and the settings to test, fixed before a fresh
-#: question is answered.
-TESTS_FILE = "tests.json"
+#: Files with the trees of all settings; with the ids of the questions of both stages, the names of
+#: the settings to choose from, and whether passes are compiled; and with the bounds, the tree of
+#: exact decoding and the settings to test, fixed before a fresh question is answered.
+TREES_FILE, QUESTIONS_FILE, TESTS_FILE = "trees.json", "questions.json", "tests.json"
 #: Advice where a calibration cannot be resumed.
 OTHER_QUESTIONS = (
     "choose another output folder, and with --skip or --seed other questions: those that have"
@@ -113,28 +110,11 @@ SPEED_FIELDS = (
 
 
 @dataclass(frozen=True)
-class Selection:
-    """What the questions for the selection have shown.
-
-    ``rows`` holds the results by method, ``exact`` is exact decoding with its tree, ``tests`` are
-    the settings to test, fastest first, and ``choices`` is the number of settings to choose from.
-    """
-
-    rows: dict[str, Row]
-    exact: Method
-    tests: list[Method]
-    choices: int
-
-
-@dataclass(frozen=True)
 class Calibration:
     """The result of :func:`calibrate`.
 
     The report is about the questions that certify settings or, if none was tested, about the first
     ones for the selection. Its speeds were measured separately, at the batch size of the options.
-    ``calibration`` holds the chosen settings, ``selection`` the rows that the selection is based
-    on, ``tables`` both stages, ``conclusions`` the conclusion, and ``flags`` the settings in the
-    form that another engine takes, if one was named.
     """
 
     report: Report
@@ -151,9 +131,13 @@ class Calibration:
         return str(self.report["conclusions"][0])
 
 
-@dataclass(frozen=True)
+@dataclass
 class Task:
-    """A calibration: its options, the pair, and the questions that select and certify settings."""
+    """A calibration: its options, the pair, the questions of both stages, and what they have shown.
+
+    ``rows`` are the results on the questions for the selection by method, ``exact`` is exact
+    decoding with its tree, and ``tests`` are the settings to test, fastest first.
+    """
 
     request: EvaluationRequest
     config: CalibrationConfig
@@ -163,6 +147,9 @@ class Task:
     model: EagleFSD
     used: Sequence[Question]
     fresh: Sequence[Question]
+    rows: dict[str, Row] = field(default_factory=dict)
+    exact: Method = EXACT
+    tests: list[Method] = field(default_factory=list)
 
     @property
     def folder(self) -> Path:
@@ -237,23 +224,23 @@ def calibrate(
         answering = config.updated(batch=config.answer_batch)
         check_request(request, answering, [EXACT.name], questions)
     used, fresh = split_questions(list(map(count_unscored_as_wrong, questions)))
-    warning = check_questions(bounds, fresh, request.execute_code)
-    if warning and state.is_main_process:
-        log.warning("%s", warning)
+    warnings = [check_questions(bounds, fresh, request.execute_code)]
     with state.main_process_first():
         check_folder(folder, used, fresh, methods, bool(request.compile))
-
     model = load_share(request, settings)
     model.acceptance = given_acceptance(settings)
-    if model.drafter.learns and state.is_main_process:
-        log.warning(
+    if model.drafter.learns:
+        warnings.append(
             "the drafter learns from what it decodes: with a threshold above 0, answers depend on"
             " the questions before, and the bound holds for this order of questions"
         )
+    for warning in filter(None, warnings if state.is_main_process else ()):
+        log.warning("%s", warning)
     if engine:  # before hours of decoding
         engines.ENGINES[engine].check(model)
     task = Task(request, config, bounds, engine, progress, model, used, fresh)
-    found = certify(task, select(task, methods))
+    select(task, methods)
+    found = certify(task, len(methods))
     if found is None:
         return None
     for file in files:
@@ -261,7 +248,7 @@ def calibrate(
     return replace(found, files=files)
 
 
-def select(task: Task, methods: Sequence[Method]) -> Selection:
+def select(task: Task, methods: Sequence[Method]) -> None:
     """Select the settings to test: combinations of acceptance settings with trees."""
     raced = task.used[: RACE_GROUPS * task.config.batch]
     workload = Workload.of(task.model, raced, task.request, task.config)
@@ -269,48 +256,34 @@ def select(task: Task, methods: Sequence[Method]) -> Selection:
     trees = on_first_process(
         lambda: plan_trees(workload, methods, file, task.progress, compiled=compiled)
     )
-    rows, remaining = answer_rounds(task, trees, plan_settings(trees, methods, task.engine))
-    exact, tests = on_first_process(lambda: fix_tests(task, trees, workload, rows, remaining))
-    return Selection(rows, exact, tests, len(methods))
-
-
-def answer_rounds(
-    task: Task, trees: TreePlan, plan: list[Setting]
-) -> tuple[dict[str, Row], list[Setting]]:
-    """Answer the questions for the selection; return the results by method, and what remains."""
-    exact = replace(EXACT, tree=exact_tree(trees, task.engine))
-    rows: dict[str, Row] = {}
-    start: int | None = 0
+    trees = engine_plan(trees, task.engine)
+    exact = replace(EXACT, tree=trees.exact)
+    plan, start = plan_settings(trees, methods), 0
     for number, (end, kept) in enumerate(ROUNDS, 1):
-        part, start = task.used[start:end], end
-        if not part or (rows and not plan):
+        part, start = task.used[start:end], end or 0
+        if not part or (number > 1 and not plan):
             break
         report = task.answer(part, [exact, *(item.method for item in plan)], f"round-{number}")
-        add_rows(rows, report["rows"] if report is not None else [])
+        add_rows(task.rows, report["rows"] if report is not None else [])
 
         def drop(plan: list[Setting] = plan, kept: int = kept) -> list[Setting]:
-            check_accuracy(rows[EXACT.name], task.bounds.max_drop)
-            return drop_settings(plan, rows, task.bounds, len(task.fresh), kept)
+            check_accuracy(task.rows[EXACT.name], task.bounds.max_drop)
+            return drop_settings(plan, task.rows, task.bounds, len(task.fresh), kept)
 
         plan = on_first_process(drop)
-    return rows, plan
+    task.exact, task.tests = on_first_process(lambda: fix_tests(task, trees, workload, plan))
 
 
 def fix_tests(
-    task: Task,
-    trees: TreePlan,
-    workload: Workload,
-    rows: dict[str, Row],
-    plan: Sequence[Setting],
+    task: Task, trees: TreePlan, workload: Workload, plan: Sequence[Setting]
 ) -> tuple[Method, list[Method]]:
-    """Measure speeds, which ``rows`` take over, and choose exact decoding's tree and the tests.
+    """Measure speeds, which the rows take over, and choose exact decoding's tree and the tests.
 
     A calibration that is resumed tests what it has fixed, but measures speeds again.
     """
-    fixed = read_tests(task.folder, task.bounds)
+    rows, fixed = task.rows, read_tests(task.folder, task.bounds)
     task.model.compile = bool(task.request.compile)  # answers are decoded without compilation
-    likely = engine_trees(trees, EXACT, task.engine)[:TIMED_TREES]
-    raced = [exact_tree(trees, task.engine), *(item.tree for item in likely)]
+    raced = [trees.exact, *(item.tree for item in trees.candidates[EXACT.name][:TIMED_TREES])]
     if fixed:
         raced = [TreeConfig(**fixed["exact"])]
     exact, measured = race_settings(workload, raced, plan, task.progress)
@@ -329,47 +302,47 @@ def fix_tests(
     return exact, [methods[name] for name in fixed["tests"]]
 
 
-def certify(task: Task, selection: Selection) -> Calibration | None:
+def certify(task: Task, choices: int) -> Calibration | None:
     """Test the selected settings on fresh questions, until one of them is certified.
 
     If nothing was selected, a report on exact decoding is written. None except on the first
-    process.
+    process. ``choices`` is the number of settings to choose from.
     """
     tested: list[Method] = []
     found: list[Calibration] = []
 
     def finish(_: Evaluation, report: Report) -> None:
-        found.append(extend_report(task, selection, tested, report))
+        found.append(extend_report(task, tested, report, choices))
 
-    if not selection.tests:
-        task.answer(task.used[: ROUNDS[0][0]], [selection.exact], on_report=finish)
-    for method in selection.tests:
+    if not task.tests:
+        task.answer(task.used[: ROUNDS[0][0]], [task.exact], on_report=finish)
+    for method in task.tests:
         tested.append(method)
-        task.answer(task.fresh, [selection.exact, *tested], on_report=finish)
+        task.answer(task.fresh, [task.exact, *tested], on_report=finish)
         if on_first_process(lambda: found[-1].chosen != EXACT.name):
             break
     return found[-1] if found else None
 
 
 def extend_report(
-    task: Task, selection: Selection, tested: Sequence[Method], report: Report
+    task: Task, tested: Sequence[Method], report: Report, choices: int
 ) -> Calibration:
     """Extend the report on the fresh questions by the selection, verdicts and settings."""
-    rows, tests, bounds = selection.rows, selection.tests, task.bounds
+    tests, bounds = len(task.tests), task.bounds
     # Answers were decoded with other batches than those whose speed was measured.
     batches = {"batch": task.config.batch, "answer_batch": task.config.answer_batch}
     report["about"] = {**report["about"], **batches, "compiled": bool(task.request.compile)}
     for row in report["rows"]:
-        own = rows.get(row["method"], {})
+        own = task.rows.get(row["method"], {})
         row |= {name: own.get(name) for name in SPEED_FIELDS}
     by_name = {row["method"]: row for row in report["rows"]}
-    verdicts = [Verdict.of(by_name[item.name], bounds, len(tests)) for item in tested]
-    method = tested[-1] if verdicts and verdicts[-1].certified else selection.exact
-    table = selection_table(list(rows.values()), tests)
-    report |= limit_losses(report["rows"], len(tests) - len(tested), bounds.confidence)
-    report["selection"], report["tables"] = list(rows.values()), [table]
-    conclusion = conclude(verdicts, bounds, len(tests), selection.choices)
-    report["calibration"] = chosen_settings(task, method, selection.exact, verdicts, report)
+    verdicts = [Verdict.of(by_name[item.name], bounds, tests) for item in tested]
+    method = tested[-1] if verdicts and verdicts[-1].certified else task.exact
+    report |= limit_losses(report["rows"], tests - len(tested), bounds.confidence)
+    report["selection"] = list(task.rows.values())
+    report["tables"] = [table] = [selection_table(report["selection"], task.tests)]
+    conclusion = conclude(verdicts, bounds, tests, choices)
+    report["calibration"] = chosen_settings(task, method, verdicts, report, by_name)
     report["flags"] = None
     if task.engine:
         conclusion = f"{conclusion} {engines.caveat(task.engine)}"
@@ -382,16 +355,17 @@ def extend_report(
 
 
 def chosen_settings(
-    task: Task, method: Method, exact: Method, verdicts: Sequence[Verdict], report: Report
+    task: Task,
+    method: Method,
+    verdicts: Sequence[Verdict],
+    report: Report,
+    rows: dict[str, Row],
 ) -> dict[str, Any]:
     """Return the contents of ``fsd.json``: the settings, and how they were chosen (``about``).
 
     The lossless tree is stored for the number of prompts that speeds were measured with.
     """
-    row, reference = (
-        next(item for item in report["rows"] if item["method"] == name)
-        for name in (method.name, EXACT.name)
-    )
+    row, reference, model = rows[method.name], rows[EXACT.name], task.model
     measured = (
         *("tokens_per_second", "speed_over_exact", "speed_over_exact_interval"),
         *("speedup", "speedup_interval", "tau"),
@@ -400,19 +374,16 @@ def chosen_settings(
         *("questions", "skip", "count", "seed", "temperature", "batch", "answer_batch"),
         *("compiled", "max_new_tokens", "template"),
     )
+    tested = []
+    for item in verdicts:
+        counts = dict(zip(("lost", "gained", "paired"), outcomes(item.row), strict=True))
+        result = {"drop_is_below_points": item.drop, "certified": item.certified}
+        tested.append({"method": item.row["method"], **counts, **result})
     about = {
         "made_by": "eagle-fsd calibrate",
         "max_drop_points": task.bounds.max_drop,
         "confidence": task.bounds.confidence,
-        "tested": [
-            {
-                "method": item.row["method"],
-                **dict(zip(("lost", "gained", "paired"), outcomes(item.row), strict=True)),
-                "drop_is_below_points": item.drop,
-                "certified": item.certified,
-            }
-            for item in verdicts
-        ],
+        "tested": tested,
         "accuracy": row["accuracy"],
         "accuracy_exact": reference["accuracy"],
         **{name: row[name] for name in measured},
@@ -422,8 +393,7 @@ def chosen_settings(
         "environment": report["environment"],
         "sessions": len(report["sessions"]),
     }
-    model = task.model
-    lossless = {task.config.batch: exact.pair_for(model).tree}
+    lossless = {task.config.batch: task.exact.pair_for(model).tree}
     values = settings_values(model, method.pair_for(model), lossless, task.request, about)
     if verdicts and verdicts[-1].certified:
         lost, gained, paired = outcomes(verdicts[-1].row)
@@ -482,15 +452,14 @@ def check_folder(
         "compiled": compiled,
     }
     file = folder / QUESTIONS_FILE
-    if file.exists() and (folder / TREES_FILE).exists():
-        if json.loads(file.read_text(encoding="utf-8")) != plan:
-            raise ValueError(
-                f"{folder} holds a calibration on other questions (or with another --count), with"
-                f" other settings to choose from or another --compile: {OTHER_QUESTIONS}"
-            )
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    atomic_write(file, json.dumps(plan) + "\n")
+    if not (file.exists() and (folder / TREES_FILE).exists()):
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_write(file, json.dumps(plan) + "\n")
+    elif json.loads(file.read_text(encoding="utf-8")) != plan:
+        raise ValueError(
+            f"{folder} holds a calibration on other questions (or with another --count), with"
+            f" other settings to choose from or another --compile: {OTHER_QUESTIONS}"
+        )
 
 
 def read_tests(folder: Path, bounds: LossBounds) -> dict[str, Any]:

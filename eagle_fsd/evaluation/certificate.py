@@ -47,8 +47,8 @@ class Verdict:
     def of(cls, row: Row, bounds: LossBounds, tests: int) -> Verdict:
         """Test a setting on questions that had no part in its selection.
 
-        The error probability is divided among ``tests`` settings; their number must not depend on
-        the answers that are tested.
+        The error probability is divided among ``tests`` settings, whose number must not depend on
+        the answers.
         """
         level = confidence_per_test(bounds.confidence, tests)
         lost, gained, paired = outcomes(row)
@@ -59,10 +59,9 @@ class Verdict:
 def split_questions(questions: Sequence[Question]) -> tuple[list[Question], list[Question]]:
     """Split questions into those that select settings and those that certify them.
 
-    Both have the same shares of all categories, up to rounding, so that a certificate is about
-    questions like all of them. The former are the first ones of each category, at least one and
-    :data:`SELECTION_SHARE` of all; the latter are the others, without those that repeat the
-    messages of one of the former.
+    The former are the first ones of each category, at least one and :data:`SELECTION_SHARE` of all,
+    so that both have the same shares of all categories, up to rounding. The latter are the others,
+    without those that repeat the messages of one of the former.
     """
     count = max(1, round(SELECTION_SHARE * len(questions)))
     categories = Counter(question.category for question in questions)
@@ -79,10 +78,7 @@ def split_questions(questions: Sequence[Question]) -> tuple[list[Question], list
 
 
 def count_unscored_as_wrong(question: Question) -> Question:
-    """Let answers that the user's grader gives no score count as wrong.
-
-    Otherwise they would be missing from the certificate, which must not depend on the answers.
-    """
+    """Let answers that the user's grader gives no score count as wrong."""
     grade = question.grade
     if grade is None:
         return question
@@ -92,10 +88,7 @@ def count_unscored_as_wrong(question: Question) -> Question:
 def check_questions(
     bounds: LossBounds, fresh: Sequence[Question], execute_code: bool
 ) -> str | None:
-    """Return a warning if not even a lossless setting could be certified.
-
-    A ValueError is raised if the fresh questions have no score.
-    """
+    """Warn if not even a lossless setting could be certified; raise ValueError without scores."""
     kinds = {question.scored_by for question in fresh}
     if "" in kinds:
         raise ValueError(NO_SCORE)
@@ -118,11 +111,7 @@ def check_questions(
 
 
 def conclude(verdicts: Sequence[Verdict], bounds: LossBounds, tests: int, choices: int) -> str:
-    """Return sentences on the outcome that state the bound.
-
-    The verdicts are in the order of the tests, of which there are ``tests``, including those after
-    the first certified setting.
-    """
+    """Return sentences on the verdicts of up to ``tests`` settings that state the bound."""
     allowed = f"{bounds.max_drop:g} points"
     if not verdicts:
         return (

@@ -13,8 +13,7 @@ class CompletionTemplate:
     """Format a chat as text that a base model continues.
 
     With worked examples, a chat reads ``Question: ...``, ``Answer: ...`` and so on, and an answer
-    ends where the next question would begin. Without, the messages follow each other line by line,
-    and a single prompt is continued as it is.
+    ends where the next question would begin. Without, the messages follow each other line by line.
     """
 
     adds_special_tokens = True
@@ -36,10 +35,7 @@ class CompletionTemplate:
 def evaluation_template(
     tokenizer: PreTrainedTokenizerBase, name: str | None = None, few_shot: int | None = None
 ) -> ChatTemplate:
-    """Return how an evaluation formats chats: by a FastChat template, or the tokenizer's own.
-
-    Without any template, ``few_shot`` selects :class:`CompletionTemplate`.
-    """
+    """Return how an evaluation formats chats: by a template, or as ``few_shot`` says."""
     if name is None and tokenizer.chat_template is None:
         if few_shot is None:
             raise ValueError(

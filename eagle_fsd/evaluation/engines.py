@@ -171,7 +171,7 @@ def _tensorrt_flags(method: Method, tree: TreeConfig, model: EagleFSD, _: object
 def thinking_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens between which TensorRT-LLM relaxes its acceptance, at a line's beginning.
 
-    An OptionsError is raised if a marker is not a single token, so that the rule never applies.
+    An OptionsError is raised if a marker is not a single token.
     """
     found = []
     for marker in THINKING:
@@ -232,11 +232,7 @@ def flags(
     model: EagleFSD,
     request: EvaluationRequest,
 ) -> str:
-    """Return the chosen settings in the form that the engine takes.
-
-    ``tree`` is that with which the method was measured. For plain decoding, a tree of one node, the
-    result is a comment that there is nothing to pass.
-    """
+    """Return the settings in the form that the engine takes, a comment for plain decoding."""
     if tree.total_tokens == 1:
         return "# Plain decoding is the fastest: start the engine without speculative decoding."
     return ENGINES[engine].flags(method, tree, model, request)

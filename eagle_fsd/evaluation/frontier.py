@@ -41,8 +41,7 @@ class Point:
     """Speed in tokens per second, and quality of a method with a row of a report.
 
     Quality is accuracy in percent, or log-probability under the target in nats per token. The
-    intervals (95%) compare with exact decoding on the same questions, so that the difficulty of the
-    questions is no part of them. Exact decoding itself has none.
+    intervals (95%) compare with exact decoding on the same questions.
     """
 
     row: Row
@@ -57,10 +56,7 @@ class Point:
         return str(self.row["method"])
 
     def dominates(self, other: Point) -> bool:
-        """Return whether this method is clearly better than another one.
-
-        It must be at least as fast and as good, and faster or better beyond both intervals.
-        """
+        """Return whether this method is as fast and as good, and better beyond both intervals."""
         return (
             self.speed >= other.speed
             and self.quality >= other.quality
@@ -74,8 +70,8 @@ class Point:
 def points(rows: Sequence[Row]) -> list[Point]:
     """Return the methods whose speed and quality can be compared with exact decoding's.
 
-    Speeds are comparable within a session only: a method's ratio to exact decoding is multiplied
-    by exact decoding's overall speed. Without exact decoding, there are no points.
+    Speeds are comparable within a session only: a method's ratio to exact decoding is multiplied by
+    exact decoding's overall speed.
     """
     known = comparable_rows(rows)
     exact = next((row for row in known if row["method"] == "exact"), None)
@@ -121,11 +117,7 @@ def pareto_front(candidates: Sequence[Point]) -> list[Point]:
 
 
 def speed_range(found: Sequence[Point]) -> Interval:
-    """Return the range of speeds that a plot shows.
-
-    Intervals are shown as far as they extend the range of the speeds by at most
-    :data:`MAX_EXTENSION`.
-    """
+    """Return the range of speeds that a plot shows, with at most some of the intervals."""
     low, high = (limit(point.speed for point in found) for limit in (min, max))
     room = MAX_EXTENSION * ((high - low) or high)
     least = min(point.speed_interval[0] for point in found)
@@ -138,8 +130,8 @@ def speed_range(found: Sequence[Point]) -> Interval:
 def quality_range(found: Sequence[Point]) -> Interval:
     """Return the range of qualities that a plot shows.
 
-    A few settings may be so bad that they would compress the rest: the range reaches down to
-    :data:`VISIBLE_LOSS` below the best method, or to the median method if that is worse.
+    It reaches down to :data:`VISIBLE_LOSS` below the best method, or to the median method if that
+    is worse, because a few bad settings would compress the rest.
     """
     scored = found[0].row["accuracy"] is not None
     best = max(point.quality for point in found)

@@ -51,10 +51,7 @@ class Grader:
     grade: Callable[[str, Question], bool | None] | None = None
 
     def apply(self, question: Question) -> Question:
-        """Return a question that this grader scores, or raise ValueError if its answer is unfit.
-
-        A built-in grader gives no score to a question without an answer.
-        """
+        """Return a question that this grader scores, or raise ValueError if its answer is unfit."""
         if self.kind == "function":
             return replace(question, scored_by=self.kind, grade=self.grade)
         if question.scored_by == "code":

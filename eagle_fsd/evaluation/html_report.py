@@ -22,10 +22,7 @@ TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
 
 def html_text(report: dict[str, Any], folder: Path) -> str:
-    """Format verdict, figures, tables, changed answers, settings and provenance as a web page.
-
-    The folder contains the figures.
-    """
+    """Format a report as a web page, with the figures in a folder."""
     row, sentence = main_row(report), verdict(report)
     return _template().render(
         about=report["about"],
@@ -87,7 +84,6 @@ def _template() -> Template:
 
 
 def _tip(piece: dict[str, Any]) -> str:
-    """Describe a fuzzy token."""
     text = "fuzzy token"
     if piece.get("regret") is not None:
         text += f", gave up {piece['regret']:.3g} nats"

@@ -37,7 +37,7 @@ class Checks:
 def load_checkers() -> Any:
     """Import the harness's module; an OptionsError says what has to be installed.
 
-    The harness downloads the sentence model when it is imported unless NLTK finds one.
+    It downloads the sentence model on import unless NLTK finds one.
     """
     try:
         nltk = importlib.import_module("nltk")

@@ -55,10 +55,7 @@ log = logging.getLogger(f"lm_eval.models.{NAME}")  # the harness prints messages
 
 
 class StopAtStrings(StoppingCriteria):
-    """End an answer at the token that completes one of several strings.
-
-    Unlike Hugging Face's ``StopStringCriteria``, a string that begins in the prompt does not count.
-    """
+    """End an answer at a string that, unlike with ``StopStringCriteria``, begins in the answer."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], prompt_length: int

@@ -17,8 +17,7 @@ _MAX_EXCESS = 64 * 2**20
 class PeakMemory:
     """Peak memory since :meth:`start`: allocated on a GPU, otherwise resident in this process.
 
-    Resident memory is measured on Linux only, because other systems cannot reset the peak. Garbage
-    is not collected first, which would take a quarter of a second for every answer.
+    Resident memory is measured on Linux only, because other systems cannot reset the peak.
     """
 
     def __init__(self, device: torch.device) -> None:

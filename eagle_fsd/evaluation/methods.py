@@ -129,10 +129,7 @@ BASELINES = (PLAIN.name, HF.name, HF_ASSISTED)
 
 
 def find_methods(names: Sequence[str | Method]) -> list[Method]:
-    """Look up methods by name, without duplicates; methods are passed through.
-
-    ``"rules"`` stands for :func:`rule_methods`. An unknown name raises an OptionsError.
-    """
+    """Look up methods by name, without duplicates; methods are passed through."""
     known = {"plain": [PLAIN], "exact": [EXACT], "fsd": [FSD], "hf": [HF], "rules": rule_methods()}
     found: dict[str, Method] = {}
     for name in names:
@@ -152,8 +149,7 @@ def decoded_methods(methods: Sequence[Method], model: EagleFSD) -> list[Method]:
 def baseline_methods(model: EagleFSD, assistant: str | None = None) -> list[Method]:
     """Return Hugging Face's ``generate`` and, given a draft model, its assisted generation.
 
-    ``assistant`` is a folder or a Hub name; a ValueError is raised if its vocabulary has another
-    size than the target's.
+    ``assistant`` is a folder or a Hub name.
     """
     if assistant is None:
         return [HF]
@@ -175,7 +171,7 @@ def format_number(value: float) -> str:
 def fsd_method(
     threshold: float, min_ratio: float = 0.0, divergence: str = "js", name_divergence: bool = False
 ) -> Method:
-    """Return FSD at one setting; its name may include the divergence even if that is ``"js"``."""
+    """Return FSD at one setting."""
     name = f"T={format_number(threshold)}"
     if name_divergence or divergence != "js":
         name = f"{divergence} {name}"
@@ -190,10 +186,7 @@ def given_acceptance(settings: Settings | None) -> AcceptanceConfig:
 
 
 def fsd_series(grid: GridConfig) -> dict[str, list[Method]]:
-    """Return a series of FSD with increasing thresholds for every divergence and floor, by name.
-
-    Thresholds of 0, which mean exact decoding, are left out.
-    """
+    """Return FSD with increasing thresholds above 0 for every divergence and floor, by name."""
     several = len(grid.divergences) > 1
     thresholds = sorted(threshold for threshold in grid.thresholds if threshold > 0.0)
     series = {}

@@ -47,8 +47,7 @@ LABEL_PLACES = [
 def draw_figures(report: dict[str, Any], folder: Path) -> None:
     """Draw the figures of a report, and add the names of the PNG files to it as ``figures``.
 
-    Nothing is drawn if no method is compared with exact decoding; :data:`METHODS` only if
-    :data:`TRADEOFF` leaves methods out.
+    :data:`METHODS` is drawn only if :data:`TRADEOFF` leaves methods out.
     """
     import matplotlib
 
@@ -92,7 +91,7 @@ def _select_points(report: dict[str, Any], name: str) -> list[Point]:
     """Return the methods that a figure shows.
 
     The line of FSD in :data:`TRADEOFF` is that of the calibrated setting, or the one that has most
-    methods on the Pareto front. Without FSD, all methods are shown.
+    methods on the Pareto front.
     """
     found = points(report["rows"])
     lines, marked = _lines(found), report.get("calibrated")
@@ -163,10 +162,7 @@ def _draw_front(axis: Any, found: Sequence[Point]) -> None:
 def _draw_methods(
     axis: Any, found: Sequence[Point], colors: dict[str, str], marked: str | None
 ) -> list[tuple[Point, str, str]]:
-    """Draw methods, lines of FSD, and a ring; return point, text and color of each label.
-
-    The labels of exact decoding, of the marked method and of FSD come first.
-    """
+    """Draw methods, lines of FSD, and a ring; return point, text and color of each label."""
     lines, floor = _lines(found), axis.get_ylim()[0]
     labels = []
     for label, members in lines.items():
@@ -204,10 +200,7 @@ def _draw_point(axis: Any, point: Point, color: str) -> None:
 
 
 def _place_labels(axis: Any, labels: Sequence[tuple[Point, str, str]]) -> None:
-    """Label points, the first ones first, where a label covers no point, label or legend.
-
-    A label without free space is omitted.
-    """
+    """Label points, the first ones first, where a label covers nothing; omit the others."""
     from matplotlib.transforms import Bbox
 
     floor, radius = axis.get_ylim()[0], 5 * axis.get_figure().dpi / 72

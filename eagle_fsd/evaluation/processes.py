@@ -33,10 +33,7 @@ def start_processes() -> PartialState:
 
 
 def join_processes() -> bool:
-    """Let each process do all of the work, to decode together with the others.
-
-    Returns whether this is the first process.
-    """
+    """Let each process do all of the work with the others; return whether it is the first one."""
     state = start_processes()
     is_first = state.is_main_process
     state.distributed_type = DistributedType.NO
@@ -45,10 +42,7 @@ def join_processes() -> bool:
 
 
 def placement(device: str | None) -> dict[str, Any]:
-    """Return the arguments of ``from_pretrained`` that select the target's devices.
-
-    Raises OptionsError if the target is to be split over processes that have not joined.
-    """
+    """Return the arguments of ``from_pretrained`` that select the target's devices."""
     if device != TENSOR_PARALLEL:
         return {"device_map": device}
     if start_processes().num_processes > 1:
@@ -60,9 +54,9 @@ def placement(device: str | None) -> dict[str, Any]:
 
 
 def from_first(target: Target, function: Callable[[], T]) -> T:
-    """Call a function in the first of the processes that the target is split over.
+    """Call a function in the first of the processes that the target is split over, for all of them.
 
-    The function must not run the target. All processes receive its result.
+    The function must not run the target.
     """
     if target.group is None:
         return function()

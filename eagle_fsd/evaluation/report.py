@@ -110,10 +110,8 @@ class Summary:
     def speed_over(self, other: Summary | None) -> Ratio:
         """Compare speeds on the questions that both methods answered in the same session.
 
-        Speeds measured in different sessions, at other times or on other machines, are not
-        comparable. The questions of a group share one measured time, so that groups, not
-        questions, are the independent measurements of the interval. Without another method, the
-        ratio is NaN.
+        The questions of a group share one measured time, so that groups are the independent
+        measurements of the interval. Without another method, the ratio is NaN.
         """
         theirs = other.timings if other is not None else {}
         groups: dict[tuple[str, int], np.ndarray] = defaultdict(lambda: np.zeros((2, 2)))
@@ -215,10 +213,7 @@ def summarize(
     scores: Mapping[str, dict[int | str, bool]],
     reference: str = "exact",
 ) -> list[dict[str, Any]]:
-    """Summarize the answers of several methods as a row each.
-
-    Rows are compared with ``plain``, ``reference`` and ``hf`` where these are included.
-    """
+    """Summarize the answers of several methods as a row each."""
     found = {name: Summary(name, records[name], scores[name]) for name in methods}
     references = [found.get(name) for name in ("plain", reference, "hf")]
     return [found[name].as_row(*references) for name in methods]
@@ -230,17 +225,9 @@ def limit_losses(
     """Bound the difference of every method from exact decoding, of all methods at once.
 
     ``against_exact`` gets ``loss_limit``, an exact upper limit on the loss of accuracy, and its
-    ``agreement`` gets ``changed_limit``, one on the share of changed answers. The error probability
-    is divided among the methods (Bonferroni).
-
-    Args:
-        rows: Rows of a report.
-        others: Number of further methods that are compared on the same questions: those that were
-            dropped, or whose test was planned and not necessary.
-        confidence: Confidence that the limits of a kind hold for all methods.
-
-    Returns:
-        Values of the report: ``confidence``, and ``limit_confidence``, that of each limit.
+    ``agreement`` gets ``changed_limit``. The error probability is divided among the methods and
+    ``others``, which were dropped or planned to be tested on the same questions (Bonferroni).
+    Returns values of the report.
     """
     compared = [
         row["against_exact"]
@@ -262,10 +249,7 @@ def score_records(
     progress: Callable[[int, int], None] | None = None,
     run: Callable[[Program], RunResult] | None = None,
 ) -> dict[int | str, bool]:
-    """Return whether the last turn of each answer is correct, by question.
-
-    Questions without a score are omitted, also ``code`` questions unless ``run`` runs the code.
-    """
+    """Return whether the last turn of each answer is correct, by question that has a score."""
     by_id = {question.question_id: question for question in questions}
     found = {}
     for done, record in enumerate(records, 1):
@@ -281,10 +265,7 @@ def score_records(
 def harness_accuracy(
     questions: Sequence[Question], records: Sequence[Record]
 ) -> dict[str, float] | None:
-    """Return the accuracies that lm-evaluation-harness reports, by name.
-
-    They are those of its filters for GSM8K, or the four of IFEval; None for other questions.
-    """
+    """Return lm-evaluation-harness's accuracies of GSM8K or IFEval; None for other questions."""
     prompts = {item.question_id: item for item in questions if item.scored_by == "instructions"}
     if prompts:
         return ifeval.accuracies(
@@ -315,8 +296,7 @@ def pass_at_k(correct: int, count: int, k: int) -> float:
     """Estimate the probability that at least one of ``k`` samples is correct, without bias.
 
     The estimate is ``1 - C(n - c, k) / C(n, k)`` (Chen et al., "Evaluating Large Language Models
-    Trained on Code", arXiv 2107.03374, equation 1), of ``c`` correct samples out of ``n``; a k
-    outside [1, n] raises ``ValueError``.
+    Trained on Code", arXiv 2107.03374, equation 1), of ``c`` correct samples out of ``n``.
     """
     if not 1 <= k <= count:
         raise ValueError(f"k must be in [1, {count}]; got {k}")
@@ -329,8 +309,7 @@ def summarize_samples(
     """Summarize the scores of several samples of each answer, where those of a seed are adjacent.
 
     The interval of ``accuracy`` is over questions, whose samples are averaged; that of
-    ``seed_accuracies`` is of their mean, over seeds, for the same questions. ``accuracy_change`` is
-    relative to the samples of ``exact`` decoding, ``pass_at`` has values by k. Questions of which a
+    ``seed_accuracies`` is of their mean, over seeds, for the same questions. Questions of which a
     sample has no score are omitted; None without any.
     """
     right = _count_correct(scores)

@@ -29,7 +29,7 @@ from eagle_fsd.evaluation.answer_store import (
     folder_lock,
     read_sessions,
 )
-from eagle_fsd.evaluation.answering import PairAnswerer
+from eagle_fsd.evaluation.answering import Answerer, PairAnswerer
 from eagle_fsd.evaluation.code_execution.execution import CachedRunner, use_sandbox
 from eagle_fsd.evaluation.completion import evaluation_template
 from eagle_fsd.evaluation.config import DEFAULT_METHODS, EvaluationConfig, EvaluationRequest
@@ -77,9 +77,6 @@ from eagle_fsd.utils.provenance import describe_environment
 log = logging.getLogger(__name__)
 
 REPORT_FILE = "report.json"
-PAGE_FILE = "report.html"
-TABLE_FILE = "report.md"
-CSV_FILE = "report.csv"
 #: In a separate folder, because FastChat reads every .jsonl file beside the answers as answers.
 PROGRAMS_FILE = Path("code") / "runs.jsonl"
 
@@ -142,26 +139,34 @@ class Evaluation(ABC):
         """Return everything that all answers depend on, as JSON values."""
 
     @abstractmethod
-    def answer(self, progress: Progress | None = None) -> None:
-        """Answer this process's share of the questions, except for those that have answers."""
+    def answerer(self) -> Answerer[Any]:
+        """Return what answers the questions."""
 
     def open(self) -> None:
         """Read the answers of an earlier run."""
         inputs = self.inputs()
         questions = {
-            question.question_id: _digest(json.dumps([*question.context, *question.turns]).encode())
+            question.question_id: _digest([*question.context, *question.turns])
             for question in self.questions
         }
         for name in self.names:
-            store = AnswerStore(
-                self.folder,
-                name,
-                {**inputs, **self.describe(name)},
-                questions,
-                self.process,
-                self.processes,
-            )
-            self.stores[name] = store.open()
+            made_from = {**inputs, **self.describe(name)}
+            share = self.process, self.processes
+            self.stores[name] = AnswerStore(self.folder, name, made_from, questions, *share).open()
+
+    def answer(self, progress: Progress | None = None) -> None:
+        """Answer this process's share of the questions, except for those that have answers."""
+        self.answerer().run(self.questions, progress)
+
+    def sharing(self) -> dict[str, Any]:
+        """Return arguments of answerers: options, answer files, and this process's share."""
+        return {
+            "config": self.config,
+            "session": Session(self.folder, self.provenance),
+            "stores": list(self.stores.values()),
+            "process": self.process,
+            "processes": self.processes,
+        }
 
     def merge(self) -> dict[str, list[Record]]:
         """Merge the answers of all processes."""
@@ -235,16 +240,19 @@ class Evaluation(ABC):
         if row is not None:
             report["comparison"] = self.changed_answers(row["method"])
 
-    def changed_answers(self, name: str) -> dict[str, Any]:
+    def changed_answers(self, name: str, **decoded: Any) -> dict[str, Any]:
         """Return the changed answers of a method, see :func:`compare_answers`."""
-        return compare_answers(self.questions, self.merge(), self.scores, name, self.reference)
+        records = self.merge()
+        return compare_answers(
+            self.questions, records, self.scores, name, self.reference, **decoded
+        )
 
     def write(self, report: Report) -> None:
         """Write a report as JSON, HTML and Markdown, and its rows as CSV."""
         atomic_write(self.folder / REPORT_FILE, json.dumps(report, indent=2) + "\n")
-        atomic_write(self.folder / PAGE_FILE, html_text(report, self.folder))
-        atomic_write(self.folder / TABLE_FILE, report_text(report))
-        atomic_write(self.folder / CSV_FILE, csv_text(report))
+        atomic_write(self.folder / "report.html", html_text(report, self.folder))
+        atomic_write(self.folder / "report.md", report_text(report))
+        atomic_write(self.folder / "report.csv", csv_text(report))
 
 
 class PairEvaluation(Evaluation):
@@ -267,9 +275,7 @@ class PairEvaluation(Evaluation):
             "draft_vocabulary": request.draft_vocabulary,
         }
         names = [method.name for method in methods]
-        super().__init__(
-            names, questions, request, config, folder, source, process=process, processes=processes
-        )
+        super().__init__(names, questions, request, config, folder, source, process, processes)
         self.model, self.methods = model, {method.name: method for method in methods}
         self.chat_template = evaluation_template(
             model.tokenizer, request.chat_template, request.few_shot
@@ -282,7 +288,6 @@ class PairEvaluation(Evaluation):
         }
 
     def describe(self, name: str, rows: int = 1) -> dict[str, Any]:
-        """See :meth:`Evaluation.describe`."""
         return self.methods[name].describe(self.model, rows)
 
     def inputs(self) -> dict[str, Any]:
@@ -296,7 +301,7 @@ class PairEvaluation(Evaluation):
             **{key: value for key, value in self.about.items() if key != "grader"},
             "dtype": str(model.target.dtype),
             "device": model.target.device.type,
-            "fingerprint of the chat template": _digest(json.dumps(prompt).encode()),
+            "fingerprint of the chat template": _digest(prompt),
             "fingerprint of the target": fingerprint(model.model),
             "fingerprint of the drafter": fingerprint(model.drafter),
         }
@@ -310,19 +315,11 @@ class PairEvaluation(Evaluation):
                 raise ValueError(f"question {question.question_id!r}: {error}") from error
         super().open()
 
-    def answer(self, progress: Progress | None = None) -> None:
-        """See :meth:`Evaluation.answer`."""
-        answerer = PairAnswerer(
-            self.model,
-            self.chat_template,
-            list(self.methods.values()),
-            list(self.stores.values()),
-            self.config,
-            Session(self.folder, self.provenance),
-            self.process,
-            self.processes,
+    def answerer(self) -> PairAnswerer:
+        methods, template = list(self.methods.values()), self.chat_template
+        return PairAnswerer(
+            model=self.model, chat_template=template, methods=methods, **self.sharing()
         )
-        answerer.run(self.questions, progress)
 
     def report(self, progress: Progress | None = None) -> Report:
         """See :meth:`Evaluation.report`; processes that share a target have the same report."""
@@ -330,19 +327,14 @@ class PairEvaluation(Evaluation):
         report, self.scores = from_first(self.model.target, lambda: (make(), self.scores))
         return report
 
-    def changed_answers(self, name: str) -> dict[str, Any]:
+    def changed_answers(self, name: str, **decoded: Any) -> dict[str, Any]:
         """Return the changed answers of a method, with the divergences of greedy ones."""
-        divergences = partial(
-            fuzzy_divergences, self.model, self.methods[name], max_batch=self.config.batch
-        )
-        return compare_answers(
-            self.questions,
-            self.merge(),
-            self.scores,
-            name,
-            tokenizer=self.model.tokenizer,
-            find_divergences=None if self.config.temperature else divergences,
-        )
+        decoded["tokenizer"] = self.model.tokenizer
+        if not self.config.temperature:
+            decoded["find_divergences"] = partial(
+                fuzzy_divergences, self.model, self.methods[name], max_batch=self.config.batch
+            )
+        return super().changed_answers(name, **decoded)
 
 
 def ignore(*_: Any) -> None:
@@ -424,32 +416,23 @@ def run_evaluation(
     ``loaded`` replaces the pair and the questions that the request names.
     """
     state = start_processes()
-    is_first = state.is_main_process
     with state.main_process_first(), hooks.progress("downloading") as progress:
-        questions = (
-            loaded.questions
-            if loaded is not None
-            else requested_questions(request, config.seed, progress)
-        )
+        if loaded is not None:
+            questions = loaded.questions
+        else:
+            questions = requested_questions(request, config.seed, progress)
         check_request(request, config, [method.name for method in methods], questions)
     model = loaded.model if loaded is not None else load_share(request, settings)
     model.compile = bool(request.compile)
     chosen = find_methods(methods)
     decoded = decoded_methods(chosen, model)
     skipped = [method.name for method in chosen if method not in decoded]
-    if skipped and is_first:
+    if skipped and state.is_main_process:
         log.warning("%s", SKIPPED)
     baseline = baseline_methods(model, request.assistant) if request.baseline else []
-    evaluation = PairEvaluation(
-        model,
-        questions,
-        find_methods([*baseline, *decoded]),
-        request,
-        config,
-        folder,
-        state.process_index,
-        state.num_processes,
-    )
+    compared = find_methods([*baseline, *decoded])
+    share = state.process_index, state.num_processes
+    evaluation = PairEvaluation(model, questions, compared, request, config, folder, *share)
     return conduct(evaluation, request, hooks, skipped)
 
 
@@ -568,5 +551,5 @@ def _add_judgments(
     report["judge"] = {"model": endpoint.model, "base_url": endpoint.redacted_url}
 
 
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]

@@ -79,25 +79,19 @@ _DIGITS = (
     r"|(?:\d{1,3}(?:,\d{2,3}){0,8},\d{3}(?!\d)|\d+)(?:\.\d+)?)"
 )
 _NUMBER_PATTERN = (
-    r"(?:(?<![-\w)\]}%.])-[$€£¥₹]?|[$€£¥₹]-?)?"
-    rf"(?:(?<!\^)(?<!\^\{{)(?<!\d)(?<!\d\.){_DIGITS}|(?<![\w.])\.\d+)"
+    r"(?P<number>(?:(?<![-\w)\]}%.])-[$€£¥₹]?|[$€£¥₹]-?)?"
+    rf"(?:(?<!\^)(?<!\^\{{)(?<!\d)(?<!\d\.){_DIGITS}|(?<![\w.])\.\d+))"
 )
 _NUMBER = re.compile(_NUMBER_PATTERN)
-_MARKED_NUMBER = re.compile(
-    rf"####[ \t:=(\\]*\n?[ \t(\\]*(?:boxed\s*\{{\s*)?(?P<number>{_NUMBER_PATTERN})"
-)
-# Continuations that make "#### 1. First" a heading, "#### 18 - 3 = 15" an equation and "the answer
-# is 3 + 4" an expression.
-_HEADING = re.compile(r"[.):][ \t]+\S")
-_EQUATION = re.compile(r"\s*[A-Za-z%]*\s*[-+*/\u00d7\u00f7^]\s*[$(.]?\d[^\n]*=(?P<result>[^\n=]*)")
-_EXPRESSION = re.compile("\\s*[-+*/\u00d7\u00f7^]\\s*[\\d$(.\\\\]|[^\\n]*=")
-_BOXED = re.compile(r"\\boxed\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
-_NAMED_NUMBER = re.compile(
-    r"(?i:\banswer\b(?:[^.:=\n]{0,60}?\b(?:is|was|be|equals)\b"
-    r"|[\s\"']*(?:\([^()\n]{0,40}\)\s*)?[:=])"
-    r"[\s:=]*(?:(?:about|approximately|exactly|therefore|thus|only)\s+)?)"
-    rf"[(\\]*(?P<number>{_NUMBER_PATTERN})"
-)
+#: Where answers state their number: after "####", in a box, and after "the answer is".
+_STATED_NUMBERS = [
+    re.compile(rf"####[ \t:=(\\]*\n?[ \t(\\]*(?:boxed\s*\{{\s*)?{_NUMBER_PATTERN}"),
+    re.compile(rf"\\boxed\s*\{{[^{{}}]*?{_NUMBER_PATTERN}[^\d{{}}]*\}}"),
+    re.compile(
+        r"(?i:\banswer\b(?:[^.:=\n]{0,60}?\b(?:is|was|be|equals)\b|[\s\"']*[:=])[\s:=]*"
+        rf"(?:(?:about|approximately|exactly|therefore|thus|only)\s+)?)[(\\]*{_NUMBER_PATTERN}"
+    ),
+]
 #: The beginning of another question, with which base models continue after their answer.
 _RUN_ON = re.compile(
     r"question\s*:"
@@ -113,50 +107,27 @@ def final_number(text: str) -> str | None:
     The first of these rules that matches applies, to its last match:
 
     1. a number after ``####``, the format of GSM8K that the prompts request, with nothing but
-       currency signs or markup between; headings such as ``#### Step 3`` and ``#### 1. First``
-       do not match, and ``#### 18 - 3 = 15`` is 15;
+       currency signs or markup between;
     2. a number in ``\\boxed{}``;
-    3. a number after "answer is", "answer:" and similar phrases, unless it begins an expression;
+    3. a number after "answer is", "answer:" and similar phrases;
     4. any number.
 
     Text from the beginning of another question is ignored once one of the first three rules
     matches before it, and after the first rule, everything from the next blank line: base models
-    continue with another task. :data:`HARNESS_FILTERS` are the rules of lm-evaluation-harness;
-    OpenAI's grader of GSM8K applies only the first rule, to the first ``####``.
+    continue with another task. OpenAI's grader of GSM8K applies only the first rule, to the first
+    ``####``.
     """
     text = _plain_text(text)
-    rules = _stated_numbers(text)
-    if ends := [end for rule in rules for end, _ in rule]:
+    rules = [list(pattern.finditer(text)) for pattern in _STATED_NUMBERS]
+    limit, marked = len(text), rules[0]
+    if ends := [match.end() for rule in rules for match in rule]:
         run_on = [_RUN_ON.search(text, min(ends))]
-        if rules[0]:
-            run_on.append(_BLANK_LINE.search(text, rules[0][0][0]))
-        limit = min((match.start() for match in run_on if match), default=len(text))
-        kept = ([number for end, number in rule if end <= limit] for rule in rules)
-        return _strip_symbols(next(rule for rule in kept if rule)[-1])
-    found = _NUMBER.findall(text)
-    return _strip_symbols(found[-1]) if found else None
-
-
-def _stated_numbers(text: str) -> list[list[tuple[int, str]]]:
-    """Return the numbers that an answer marks, boxes and names, each with the end of its match."""
-    marked = []
-    for match in _MARKED_NUMBER.finditer(text):
-        if equation := _EQUATION.match(text, match.end()):
-            if results := _NUMBER.findall(equation["result"]):
-                marked.append((equation.end(), results[0]))
-        elif not _HEADING.match(text, match.end()):
-            marked.append((match.end(), match["number"]))
-    boxed = [
-        (match.end(), found[-1])
-        for match in _BOXED.finditer(text)
-        if (found := _NUMBER.findall(match[1]))
-    ]
-    named = [
-        (match.end(), match["number"])
-        for match in _NAMED_NUMBER.finditer(text)
-        if not _EXPRESSION.match(text, match.end())
-    ]
-    return [marked, boxed, named]
+        if marked:
+            run_on.append(_BLANK_LINE.search(text, marked[0].end()))
+        limit = min((match.start() for match in run_on if match), default=limit)
+    kept = [[match for match in rule if match.end() <= limit] for rule in rules]
+    found = next((rule for rule in kept if rule), None) or list(_NUMBER.finditer(text))
+    return _strip_symbols(found[-1]["number"]) if found else None
 
 
 #: Regular expressions of lm-evaluation-harness's filters for GSM8K (``gsm8k.yaml``), by name; the
@@ -221,34 +192,14 @@ _ALONE = r"(?![\w+#]|-\w|'\w|\.\w\.)"
 _OPENING = r"[\s(\[{$\"'<>*_\\]*"
 # After "is", a lowercase "a" that is followed by a word is an article.
 _CHOICE = rf"(?P<letter>[{LETTERS}]|[b-e]|a(?=\s*(?:[)\].:,;}}\"'$*\\]|\n|\Z))){_ALONE}"
-_ANSWER = r"(?i:\b(?:answers?|(?:correct|right|best)\s+(?:choice|option|letter))\b)"
-_NAMED_LETTERS = [
-    # "The answer to this is most likely option (B)", "Answer: B"
-    re.compile(
-        rf"{_ANSWER}[^.:=>\n]{{0,80}}?(?i:\s(?:is|are|was|be)\b|[:=>])"
-        r"(?i:[\s:]*\b(?:most|probably|likely|the|choice|option|letter|answer)\b)*:?"
-        rf"{_OPENING}{_CHOICE}"
-    ),
-    # "Answer (B)", "Answer B"
-    re.compile(rf"{_ANSWER}\s*[(\[]?(?P<letter>[B-E]|(?<=[(\[])[Aa-e](?=[)\]])){_ALONE}"),
-    # "B is the correct answer"
-    re.compile(
-        rf"(?<![\w'])(?P<letter>[{LETTERS}])[)\]]?\s+(?i:is\s+(?:the\s+)?(?:correct|right|best"
-        r"|answer)\b)"
-    ),
-]
-# A letter that is followed by another choice, as in "A and B" or "A, B or C".
-_AMONG_OTHERS = re.compile(
-    rf"[)\]}}$]*\s*(?:,\s*(?:and|or)?|/|&|\+|\band\b|\bor\b)\s*[(\[]?(?P<other>[{LETTERS}]){_ALONE}"
-    r"(?![)\]]?\s+[a-z'])"
-)
 _BOXED_LETTER = re.compile(rf"\\boxed\s*\{{{_OPENING}{_CHOICE}")
-_SINGLE_LETTER = re.compile(
-    rf"[\s(\[{{$\"'*\\]*([{LETTERS}{LETTERS.lower()}])[\s)\]}}$\"'.:,;*\\]*"
+_NAMED_LETTER = re.compile(
+    r"(?i:\b(?:answers?|(?:correct|right|best)\s+(?:choice|option|letter))\b)"
+    r"[^.:=>\n]{0,80}?(?i:\s(?:is|are|was|be)\b|[:=>])"
+    r"(?i:[\s:]*\b(?:most|probably|likely|the|choice|option|letter|answer)\b)*:?"
+    rf"{_OPENING}{_CHOICE}"
 )
-_LABELED_LINE = re.compile(
-    rf"^[ \t]*[(\[]?([{LETTERS}])[)\].:](?=\s|\Z)(?!\s+(?:and|or)\b)", re.MULTILINE
-)
+_SINGLE_LETTER = re.compile(rf"^[^\w\n]*(?P<letter>[{LETTERS}])[^\w\n]*$", re.M | re.I)
 # An uppercase "A" that is followed by a word is an article.
 _LONE_LETTER = re.compile(
     rf"(?<![\w'+.-])(?<!\bnot )(A(?!\s+(?!(?:and|or|is)\b)[\w\"'])|[{LETTERS[1:]}]"
@@ -262,28 +213,17 @@ def final_letter(text: str) -> str | None:
     The first of these rules that matches applies, to its last match:
 
     1. a letter in ``\\boxed{}``;
-    2. a letter named as the answer: "Answer: B", the format that the prompts request, "the answer
-       is (b)", "B is the correct choice", unless another choice follows, as in "A and B";
-    3. a letter that is the whole answer or a whole line;
-    4. a label at the beginning of the answer, as in "B) bank", if no line has another label;
-    5. the only uppercase letter that stands alone.
+    2. a letter named as the answer: "Answer: B", which the prompts request, or "the answer is (b)";
+    3. a letter that is a whole line;
+    4. the only uppercase letter that stands alone.
 
     Articles do not match: "the answer is a model" chooses nothing. OpenAI's simple-evals reads only
     "Answer: B"; the filters of lm-evaluation-harness read "answer is (B)", otherwise any letter in
     parentheses.
     """
     text = _plain_text(text)
-    if boxed := [match["letter"] for match in _BOXED_LETTER.finditer(text)]:
-        return boxed[-1].upper()
-    if named := [match for pattern in _NAMED_LETTERS for match in pattern.finditer(text)]:
-        last = max(named, key=lambda match: match.start("letter"))
-        other = _AMONG_OTHERS.match(text, last.end("letter"))
-        return None if other and other["other"] != last["letter"] else last["letter"].upper()
-    for part in (text, *reversed(text.split("\n"))):
-        if single := _SINGLE_LETTER.fullmatch(part):
-            return single[1].upper()
-    labels = list(_LABELED_LINE.finditer(text))
-    if len({label[1] for label in labels}) == 1 and not text[: labels[0].start()].strip():
-        return labels[0][1]
+    for pattern in (_BOXED_LETTER, _NAMED_LETTER, _SINGLE_LETTER):
+        if found := [match["letter"] for match in pattern.finditer(text)]:
+            return str(found[-1]).upper()
     alone = {letter.upper() for letter in _LONE_LETTER.findall(text)}
     return alone.pop() if len(alone) == 1 else None

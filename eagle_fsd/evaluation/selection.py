@@ -9,9 +9,9 @@ from itertools import combinations
 
 import numpy as np
 
-from eagle_fsd.evaluation import engines
 from eagle_fsd.evaluation.certificate import MAX_TESTS, outcomes
 from eagle_fsd.evaluation.config import EngineName, GridConfig, LossBounds
+from eagle_fsd.evaluation.engines import ENGINES
 from eagle_fsd.evaluation.frontier import is_faster
 from eagle_fsd.evaluation.methods import (
     EXACT,
@@ -43,7 +43,7 @@ MIN_ACCURACY, MIN_ACCURACY_TO_LOSS = 5.0, 2.0
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting to choose from, with its predicted speed relative to exact decoding.
+    """A method with its tree to choose from, and its predicted speed relative to exact decoding.
 
     ``acceptance`` names the acceptance setting, which several trees share.
     """
@@ -77,34 +77,35 @@ def candidate_methods(
     methods += [*PRICED, *(map(rule_method, CALIBRATED_RULES) if rules else ())]
     if engine is None:
         return methods
-    found = engines.ENGINES[engine]
+    found = ENGINES[engine]
     if found.sampled not in (None, temperature > 0.0):
         raise OptionsError(f"{found.requirement}; got {temperature:g}")
     return list(found.methods(methods, given_acceptance(settings), drafter))
 
 
-def engine_trees(plan: TreePlan, method: Method, engine: EngineName | None) -> list[Candidate]:
-    """Return the trees with which an engine (None: ours) decodes as we do, fastest first."""
-    found = list(plan.candidates[method.name])
-    if engine is None or (method.name == EXACT.name and not engines.ENGINES[engine].chains_only):
-        return found
-    return [item for item in found if item.tree.top_k == 1]
+def engine_plan(plan: TreePlan, engine: EngineName | None) -> TreePlan:
+    """Keep the trees with which an engine (None: ours) decodes as we do.
 
-
-def exact_tree(plan: TreePlan, engine: EngineName | None) -> TreeConfig:
-    """Return the tree of exact decoding, with which all settings are compared.
-
-    For an engine without trees, it is the chain that is predicted to be the fastest if the fastest
-    tree is none.
+    These are chains, and any tree for exact decoding if the engine has trees.
     """
-    if engine and engines.ENGINES[engine].chains_only and plan.exact.top_k > 1:
-        return engine_trees(plan, EXACT, engine)[0].tree
-    return plan.exact
+    if engine is None:
+        return plan
+    only_chains = ENGINES[engine].chains_only
+    candidates = {
+        name: [
+            item
+            for item in found
+            if item.tree.top_k == 1 or (name == EXACT.name and not only_chains)
+        ]
+        for name, found in plan.candidates.items()
+    }
+    exact = plan.exact
+    if only_chains and exact.top_k > 1:
+        exact = candidates[EXACT.name][0].tree
+    return TreePlan(exact=exact, candidates=candidates)
 
 
-def plan_settings(
-    plan: TreePlan, methods: Sequence[Method], engine: EngineName | None
-) -> list[Setting]:
+def plan_settings(plan: TreePlan, methods: Sequence[Method]) -> list[Setting]:
     """Combine each method with its fastest chain and with its fastest bushy tree.
 
     The settings are those that are predicted to be faster than exact decoding, fastest first. Of
@@ -112,9 +113,9 @@ def plan_settings(
     several floors, only the first is tried.
     """
     found: dict[Candidate, Setting] = {}
-    exact = engine_trees(plan, EXACT, engine)[0].tokens_per_second
+    exact = plan.candidates[EXACT.name][0].tokens_per_second
     for method in methods:
-        trees = engine_trees(plan, method, engine)
+        trees = plan.candidates[method.name]
         chains = [item for item in trees if item.tree.top_k == 1]
         bushy = [item for item in trees if item.tree.top_k > 1]
         for item in (*chains[:1], *bushy[:1]):
@@ -160,20 +161,17 @@ def check_accuracy(exact: Row, max_drop: float) -> None:
 def drop_settings(
     plan: Sequence[Setting], rows: Mapping[str, Row], bounds: LossBounds, fresh: int, kept: int
 ) -> list[Setting]:
-    """Keep the settings with the largest expected gain. Nothing here certifies a setting.
+    """Keep the settings with the largest expected gain, in their order.
 
-    Of the trees of an acceptance setting, only the most promising one remains. The order of the
-    settings, fastest first, stays. ``fresh`` is the number of questions that will certify one.
+    Of the trees of an acceptance setting, only the most promising one remains. ``fresh`` is the
+    number of questions that will certify a setting.
     """
-    gains = {}
-    for item in plan:
-        probability = chance(rows[item.name], bounds, fresh)
-        if probability >= MIN_CHANCE:
-            gains[item.name] = probability * (item.speed - 1)
-    promising = [item for item in plan if item.name in gains]
+    chances = {item.name: chance(rows[item.name], bounds, fresh) for item in plan}
+    gains = {item.name: chances[item.name] * (item.speed - 1) for item in plan}
     best: dict[str, str] = {}
-    for item in sorted(promising, key=lambda item: -gains[item.name]):
-        best.setdefault(item.acceptance, item.name)
+    for item in sorted(plan, key=lambda item: -gains[item.name]):
+        if chances[item.name] >= MIN_CHANCE:
+            best.setdefault(item.acceptance, item.name)
     remaining = list(best.values())[:kept]
     return [item for item in plan if item.name in remaining]
 
@@ -186,8 +184,8 @@ def race_settings(
 ) -> tuple[Method, dict[str, Row]]:
     """Measure the speeds of settings, and of exact and plain decoding.
 
-    Returns exact decoding with the fastest of the trees, with which all are compared, and
-    :data:`SPEED_FIELDS` by method.
+    Returns exact decoding with the fastest of the trees, with which all are compared, and the
+    values of rows about speed by method.
     """
     methods = [*(item.method for item in plan), PLAIN]
     with progress("measuring speeds") as advance:
@@ -195,13 +193,10 @@ def race_settings(
     found = {}
     for runner in (reference, *others):
         over_exact, over_plain = runner.over(reference), runner.over(others[-1])
-        waits = [seconds for seconds, _ in runner.timings]
+        median, p95 = np.quantile([seconds for seconds, _ in runner.timings], (0.5, 0.95)).tolist()
         found[runner.method.name] = {
             "tokens_per_second": runner.tokens_per_second,
-            "latency": {
-                "median": float(np.median(waits)),
-                "p95": float(np.quantile(waits, 0.95)),
-            },
+            "latency": {"median": median, "p95": p95},
             "speedup": over_plain.value,
             "speedup_interval": over_plain.interval,
             "speed_over_exact": over_exact.value,

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.evaluation.answer_store import Record, Session
+from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.answering import Answerer, Conversation, Turn
 from eagle_fsd.evaluation.batches import Reply
 from eagle_fsd.evaluation.certificate import check_questions, count_unscored_as_wrong, outcomes
@@ -36,7 +36,7 @@ from eagle_fsd.model.config import Certificate, PairOptions, read_settings
 from eagle_fsd.utils.chat_api import ChatClient, Endpoint, EndpointError, map_concurrently
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.options import OptionsError
-from eagle_fsd.utils.progress import Progress, ProgressFactory, no_progress
+from eagle_fsd.utils.progress import ProgressFactory, no_progress
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class ServerAnswerer(Answerer[ComparedServer]):
 
     def warm_up(self, questions: Sequence[Question], method: ComparedServer) -> None:
         """See :meth:`Answerer.warm_up`; raises ServerError if the server fails."""
-        for _ in self._converse([Conversation(item, 0) for item in questions], method):
+        for _ in self._converse(self.conversations(questions, 1), method):
             pass
 
     def answer(
@@ -101,9 +101,7 @@ class ServerAnswerer(Answerer[ComparedServer]):
         If the server fails, the answers that were complete are yielded before ServerError is
         raised.
         """
-        answers = [
-            Conversation(item, sample) for item in questions for sample in range(self.samples)
-        ]
+        answers = self.conversations(questions, self.samples)
         begin, seconds = time.perf_counter(), 0.0
         failure: BaseException | None = None
         try:
@@ -187,12 +185,11 @@ class ServerEvaluation(Evaluation):
         return {"method": "server", "model": server.endpoint.model, "engine": server.owner}
 
     def inputs(self) -> dict[str, Any]:
-        """See :meth:`Evaluation.inputs`."""
         unused = ("grader", "servers")
         return {key: value for key, value in self.about.items() if key not in unused}
 
-    def answer(self, progress: Progress | None = None) -> None:
-        """See :meth:`Evaluation.answer`; raises ServerError if a server fails."""
+    def answerer(self) -> ServerAnswerer:
+        """Return what answers the questions, and warn about answers of an earlier run."""
         for name, store in self.stores.items():
             if store.records:
                 log.warning(
@@ -201,13 +198,7 @@ class ServerEvaluation(Evaluation):
                     len(store.records),
                     name,
                 )
-        answerer = ServerAnswerer(
-            list(self.servers.values()),
-            list(self.stores.values()),
-            self.config,
-            Session(self.folder, self.provenance),
-        )
-        answerer.run(self.questions, progress)
+        return ServerAnswerer(methods=list(self.servers.values()), **self.sharing())
 
 
 def evaluate_servers(
@@ -223,8 +214,6 @@ def evaluate_servers(
     Answers and report are written to the request's output folder, from which a run that was
     interrupted, or whose server failed, resumes. The bound holds at ``options.confidence`` for all
     servers at once. A certificate requires questions that had no part in selecting the settings.
-    Besides what :func:`~eagle_fsd.evaluation.runner.evaluate` raises, ServerError is raised if a
-    server fails.
     """
     config, folder = config or EvaluationConfig(), request.output_folder("servers")
     given = request.model_fields_set & {*PairOptions.model_fields, "baseline", "assistant"}

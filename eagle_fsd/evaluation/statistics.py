@@ -24,10 +24,7 @@ def proportion_interval(right: int, count: int) -> Interval:
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean with a 95% confidence interval (Student's t).
-
-    ``value`` is NaN without values, the sample standard deviation ``deviation`` below two.
-    """
+    """A mean with a 95% confidence interval (Student's t); NaN without values."""
 
     value: float
     count: int
@@ -69,9 +66,11 @@ BOUND_TOLERANCE = 1e-6
 def loss_bound(lost: int, gained: int, count: int, confidence: float = 0.95) -> float:
     """Return an exact upper confidence bound on the loss of accuracy, from paired answers.
 
-    The bound is one-sided, on ``P(lost) - P(gained)``. It is exact and unconditional: whatever the
-    two probabilities are, the loss exceeds the bound with a probability of at most
-    ``1 - confidence``.
+    ``lost`` and ``gained`` of ``count`` questions were answered correctly by the reference method
+    only, and by the tested method only. The bound is one-sided, on ``P(lost) - P(gained)``, exact
+    and unconditional: whatever the two probabilities are, the loss exceeds it with a probability of
+    at most ``1 - confidence``. It is a fraction, 1.0 without questions. The confidence must be at
+    least 0.5.
 
     Outcomes are ordered by the limit that inverts Tango's score test for paired proportions
     (Statistics in Medicine 17, 1998). The bound is Buehler's for this order (Kabaila and Lloyd,
@@ -81,10 +80,6 @@ def loss_bound(lost: int, gained: int, count: int, confidence: float = 0.95) -> 
     up to an upper confidence limit of the nuisance parameter, whose error, :data:`NUISANCE_ERROR`
     of the total, is deducted (Berger and Boos, JASA 89, 1994). For 100 pairs that do not differ the
     bound is 0.0296; Tango's own limit, 0.0263, holds with a probability of 93% only.
-
-    The numbers are those of questions that only the reference method (``lost``) or only the tested
-    method (``gained``) answered correctly, of ``count``. The bound is a fraction: negative if
-    accuracy increased, 1.0 without questions. The confidence must be at least 0.5.
     """
     if not count:
         return 1.0
@@ -163,7 +158,7 @@ class _LossTest:
     def excess(self, loss: float) -> float:
         """Return by how much the outcomes' worst probability exceeds the error probability.
 
-        At a given ``P(gained)`` the probability decreases with the loss, and so does the result.
+        It decreases with the loss.
         """
         count = len(self.largest) - 1
         # On the scale of the arcsine, the standard deviation of a proportion is constant.
@@ -224,10 +219,7 @@ def _tango_limit(lost: int, gained: int, count: int, z: float) -> float:
 
 
 def _largest_losses(count: int, loss: float, z: float) -> np.ndarray:
-    """Return the outcomes of n pairs whose score statistic of a loss is at most ``-z``.
-
-    They are the largest number of losses for each number of gains, ``[n + 1]``; -1 for none.
-    """
+    """Return the largest losses, ``[n + 1]`` by gains, whose score statistic is at most ``-z``."""
     gained = np.arange(count + 1)
     low, high = np.full(count + 1, -1), count - gained  # the statistic increases with the losses
     while (low < high).any():
@@ -245,20 +237,19 @@ def mcnemar_p(lost: int, gained: int) -> float:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of paired sums with a 95% confidence interval (delta method on its logarithm).
-
-    The value is NaN where there is nothing to compare, the interval None below two pairs.
-    """
+    """A ratio of paired sums, NaN without any, with a 95% interval (delta method)."""
 
     value: float
     interval: Interval | None
 
+    def __str__(self) -> str:
+        if self.interval is None:
+            return f"{self.value:.2f} times"
+        return "{:.2f} times ({:.2f} to {:.2f})".format(self.value, *self.interval)
+
     @classmethod
     def of_speeds(cls, own: np.ndarray, other: np.ndarray) -> Ratio:
-        """Divide one speed in tokens per second by another.
-
-        Both are ``[N, 2]`` seconds and tokens of the same N questions or batches.
-        """
+        """Divide speeds, ``[N, 2]`` seconds and tokens of the same N questions or batches."""
         own_sums, other_sums = own.sum(0), other.sum(0)
         if len(own) == 0 or not own_sums.all() or not other_sums.all():
             return cls(math.nan, None)

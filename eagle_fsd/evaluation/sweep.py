@@ -8,11 +8,9 @@ exact decoding is not measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, GridConfig
 from eagle_fsd.evaluation.methods import (
@@ -85,24 +83,18 @@ def sweep(
     stored, model.acceptance = model.acceptance, given_acceptance(settings)
     raced = balanced_subset(questions, RACE_GROUPS * config.batch)
     workload = Workload.of(model, raced, request, config)
+    compiled, file = bool(request.compile), folder / TREES_FILE
     plan = on_first_process(
-        lambda: plan_trees(
-            workload,
-            methods,
-            folder / TREES_FILE,
-            progress,
-            compiled=bool(request.compile),
-            last_race=True,
-        )
+        lambda: plan_trees(workload, methods, file, progress, compiled=compiled, last_race=True)
     )
     exact, *planned = plan.with_trees([EXACT, *methods])
     omitted = slow_methods(plan)
     kept = {method.name: method for method in planned if method.name not in omitted}
 
-    def extend(evaluation: Evaluation, report: Report) -> None:
+    def extend(_: Evaluation, report: Report) -> None:
         probed = balanced_subset(questions, MAX_PROBED_QUESTIONS)
-        found = probe_divergences(Workload.of(model, probed, request, config), grid.divergences)
-        report |= {"divergences": found.summary(), "omitted": omitted}
+        prompts = Workload.of(model, probed, request, config)
+        report |= {"divergences": probe_divergences(prompts, grid.divergences), "omitted": omitted}
         report["conclusions"] = conclusions(report["rows"])
         if omitted:
             report["tables"] = [(["not measured", "because"], list(map(list, omitted.items())))]
@@ -127,45 +119,26 @@ def slow_methods(plan: TreePlan) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True)
-class NodeDivergences:
-    """Divergences at the ``K`` tree nodes with children that exact decoding visits.
+def probe_divergences(workload: Workload, names: Sequence[str]) -> dict[str, Any]:
+    """Decode the prompts of a workload exactly, and summarize divergences at the visited nodes.
 
-    ``drafted`` tells, ``[K]``, whether the target's choice is among the node's children;
-    ``values`` holds ``[K]`` values of each divergence, and ``questions`` the number of questions.
+    Of the nodes with children, return how many have the target's choice among them (``drafted``),
+    and quartiles of each divergence by whether they do.
     """
-
-    drafted: Tensor
-    values: dict[str, Tensor]
-    questions: int = 0
-
-    def summary(self) -> dict[str, Any]:
-        """Return counts, and quartiles of each divergence by whether the choice was drafted."""
-        levels = torch.tensor([0.25, 0.5, 0.75])
-        found: dict[str, Any] = {
-            "drafted": int(self.drafted.sum()),
-            "not_drafted": int((~self.drafted).sum()),
-            "questions": self.questions,
-        }
-        for name, values in self.values.items():
-            sides = {"drafted": values[self.drafted], "not_drafted": values[~self.drafted]}
-            found[name] = {
-                side: part.quantile(levels).tolist() for side, part in sides.items() if len(part)
-            }
-        return found
-
-
-def probe_divergences(workload: Workload, names: Sequence[str]) -> NodeDivergences:
-    """Record divergences while decoding the prompts of a workload exactly."""
     probe = DivergenceProbe(names)
     seed, batch = workload.config.seed, workload.config.batch
     workload.generate(workload.model, workload.prompts, seed, max_batch=batch, rule=probe)
-    empty = torch.zeros(0)
-    return NodeDivergences(
-        torch.cat([empty.bool(), *(item.drafted.cpu() for item in probe.records)]),
-        {
-            name: torch.cat([empty, *(item.divergences[name].cpu() for item in probe.records)])
-            for name in names
-        },
-        len(workload.prompts),
-    )
+    empty, levels = torch.zeros(0), torch.tensor([0.25, 0.5, 0.75])
+    drafted = torch.cat([empty.bool(), *(item.drafted.cpu() for item in probe.records)])
+    found: dict[str, Any] = {
+        "drafted": int(drafted.sum()),
+        "not_drafted": int((~drafted).sum()),
+        "questions": len(workload.prompts),
+    }
+    for name in names:
+        values = torch.cat([empty, *(item.divergences[name].cpu() for item in probe.records)])
+        sides = {"drafted": values[drafted], "not_drafted": values[~drafted]}
+        found[name] = {
+            side: part.quantile(levels).tolist() for side, part in sides.items() if len(part)
+        }
+    return found

@@ -51,13 +51,7 @@ def tables(report: dict[str, Any]) -> list[Table]:
 
 
 def _table(header: str, rows: Sequence[Row], cells: Callable[[Row], dict[str, str]]) -> Table:
-    """Return a table of cells by header, without methods and columns that have no values.
-
-    Args:
-        header: Header of the methods' names.
-        rows: Rows of a report.
-        cells: Formats a row; all rows have the same headers.
-    """
+    """Return a table of cells by header, without methods and columns that have no values."""
     lines = {row["method"]: found for row in rows if any((found := cells(row)).values())}
     names = list(dict.fromkeys(name for line in lines.values() for name in line))
     names = [name for name in names if any(line[name] for line in lines.values())]
@@ -68,14 +62,14 @@ def _table(header: str, rows: Sequence[Row], cells: Callable[[Row], dict[str, st
 def _speed(row: Row, with_tree: bool, reference: str) -> dict[str, str]:
     latency = row["latency"] or {}
     return {
-        "tokens/s": _number(row["tokens_per_second"], ".1f"),
-        "x plain": _number(row["speedup"], ".2f"),
+        "tokens/s": number_text(row["tokens_per_second"], ".1f"),
+        "x plain": number_text(row["speedup"], ".2f"),
         f"x {reference}": _with_interval(row, "speed_over_exact", ".2f"),
-        "x hf": _number(row.get("speed_over_hf"), ".2f"),
-        "tau": _number(row["tau"], ".2f"),
-        "median s": _number(latency.get("median"), ".3f"),
-        "p95 s": _number(latency.get("p95"), ".3f"),
-        "MiB": _number(row["memory"] and row["memory"] / 2**20, ".0f"),
+        "x hf": number_text(row.get("speed_over_hf"), ".2f"),
+        "tau": number_text(row["tau"], ".2f"),
+        "median s": number_text(latency.get("median"), ".3f"),
+        "p95 s": number_text(latency.get("p95"), ".3f"),
+        "MiB": number_text(row["memory"] and row["memory"] / 2**20, ".0f"),
         "tree": tree_text(row) if with_tree else "",
     }
 
@@ -88,7 +82,7 @@ def _quality(row: Row) -> dict[str, str]:
         "accuracy": _with_interval(row, "accuracy", ".1%"),
         "lost/gained": "{lost}/{gained}".format(**against) if "lost" in against else "",
         "loss <=": "" if limit is None else f"{points_text(limit)} points",
-        "nats/token": _number(row["log_likelihood"], ".3f"),
+        "nats/token": number_text(row["log_likelihood"], ".3f"),
         "vs exact": _with_interval(against, "log_likelihood_change", "+.3f"),
     }
 
@@ -108,7 +102,6 @@ def _samples(row: Row, reference: str) -> dict[str, str]:
 
 
 def _agreement(row: Row, sampled: bool, unit: str) -> dict[str, str]:
-    """Compare answers with the reference's; sampled ones differ even if decoding is lossless."""
     found = row.get("against_exact", {}).get("agreement", {})
     if not found.get("answers"):
         return {}
@@ -126,10 +119,10 @@ def _fuzzy(row: Row, comparison: Row | None) -> dict[str, str]:
     if not row["origins"]["fuzzy"]:
         return {}
     return {
-        "share": _number(row["origins"]["fuzzy"], ".1%"),
-        "nats/fuzzy token": _number(regret.get("mean"), ".3f"),
-        "p95 nats": _number(regret.get("p95"), ".3f"),
-        "divergence": _number(_mean_divergence(row, comparison), ".3g"),
+        "share": number_text(row["origins"]["fuzzy"], ".1%"),
+        "nats/fuzzy token": number_text(regret.get("mean"), ".3f"),
+        "p95 nats": number_text(regret.get("p95"), ".3f"),
+        "divergence": number_text(_mean_divergence(row, comparison), ".3g"),
     }
 
 
@@ -146,16 +139,15 @@ def _judge(row: Row) -> dict[str, str]:
     return {
         "better/equal/worse": "{won}/{tied}/{lost}".format(**pairs) if pairs else "",
         "unclear": str(pairs.get("unclear") or ""),
-        "net loss <=": _number(pairs.get("loss_limit"), ".1%"),
+        "net loss <=": number_text(pairs.get("loss_limit"), ".1%"),
     }
 
 
 def _filters(row: Row) -> dict[str, str]:
-    """Compare the accuracy with those that lm-evaluation-harness reports, among which may be it."""
     values = dict(row.get("harness") or {})
     if values and "prompt, strict" not in values:
         values = {"eagle-fsd": row["accuracy"], **values}
-    return {name: _number(value, ".1%") for name, value in values.items()}
+    return {name: number_text(value, ".1%") for name, value in values.items()}
 
 
 def _phases(row: Row) -> dict[str, str]:
@@ -164,17 +156,16 @@ def _phases(row: Row) -> dict[str, str]:
         return {}
     return {
         "ms/pass": f"{1000 * seconds:.2f}",
-        "x exact": _number(row["step_over_exact"], ".2f"),
+        "x exact": number_text(row["step_over_exact"], ".2f"),
         **{name: f"{shares.get(name, 0.0):.1%}" for name in PHASE_COLUMNS},
     }
 
 
 def _tau(row: Row, categories: Sequence[str]) -> dict[str, str]:
-    return {name: _number(row["tau_by_category"].get(name), ".2f") for name in categories}
+    return {name: number_text(row["tau_by_category"].get(name), ".2f") for name in categories}
 
 
 def _reach(row: Row, counts: Sequence[int]) -> dict[str, str]:
-    """Format the share of target passes that emit at least some numbers of tokens."""
     if len(row["reach"]) < 2:
         return {}
     reach = dict(enumerate(row["reach"], 1))
@@ -182,11 +173,7 @@ def _reach(row: Row, counts: Sequence[int]) -> dict[str, str]:
 
 
 def _divergences(found: dict[str, Any]) -> Table:
-    """Return the quartiles of divergences where exact decoding passes.
-
-    Nodes where the target's choice was drafted are apart from the others: a useful threshold is
-    between the two.
-    """
+    """Return the quartiles of divergences where the target's choice was drafted, and elsewhere."""
     names = [name for name, sides in found.items() if isinstance(sides, dict)]
     body = [
         [name, side.replace("_", " "), str(found[side]), *(f"{value:.3g}" for value in quartiles)]
@@ -208,7 +195,7 @@ def points_text(loss: float) -> str:
     return f"{math.ceil(10000 * max(0.0, loss)) / 100:.2f}"
 
 
-def _number(value: float | None, form: str) -> str:
+def number_text(value: float | None, form: str) -> str:
     return "" if value is None or math.isnan(value) else format(value, form)
 
 
@@ -216,7 +203,7 @@ def _with_interval(values: Row, name: str, form: str) -> str:
     """Format a value with its interval, unless that is missing or has no width."""
     value, interval = values.get(name), values.get(f"{name}_interval")
     if value is None or interval is None or interval[1] - interval[0] < 1e-9:
-        return _number(value, form)
+        return number_text(value, form)
     if abs(interval[0] + interval[1] - 2 * value) < 1e-9:
         half = (interval[1] - interval[0]) / 2
         return f"{format(value, form)} ± {format(half, form.lstrip('+'))}"
@@ -271,10 +258,7 @@ _CSV_COLUMNS: dict[str, tuple[str, ...]] = {
 
 
 def csv_text(report: dict[str, Any]) -> str:
-    """Format a report as CSV: a line per method, in full precision.
-
-    Values that apply to the whole run are repeated in every line.
-    """
+    """Format a report as CSV, a line per method in full precision, with values of the run."""
     environment, about = report["environment"], report["about"]
     run = ("questions", "count", "target", "drafter", "seed", "template")
     common = {

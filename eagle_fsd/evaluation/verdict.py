@@ -26,10 +26,9 @@ def main_row(report: dict[str, Any]) -> Row | None:
     """Return the method that a report is about; None if nothing is compared with exact decoding.
 
     This is FSD with the settings of the command line or of ``fsd.json``; where these were not
-    measured, the method that the first of the
-    :func:`conclusions` names; where they name none, the fastest
-    method that is estimated to lose at most one point of accuracy. Without references or a judge,
-    it is the one that changes the fewest answers among those that are faster.
+    measured, the method that the first of the :func:`conclusions` names; where they name none, the
+    fastest method that is estimated to lose at most one point of accuracy. Without references or a
+    judge, it is the one that changes the fewest answers among those that are faster.
     """
     rows = [
         row
@@ -63,11 +62,9 @@ def _compared(row: Row, name: str, default: float) -> float:
 
 
 def verdict(report: dict[str, Any]) -> str | None:
-    """Return the result of a report in a few sentences that state its bound.
+    """Return the result of a report in a few sentences that state its bound; None if there is none.
 
-    This is the first of the report's conclusions if it has any; else a sentence on
-    :func:`main_row`, one if exact decoding is slower than plain decoding, and one if ``fsd`` was
-    skipped. None if there is nothing to say.
+    This is the first of the report's conclusions if it has any, or else about :func:`main_row`.
     """
     if report.get("conclusions"):
         return str(report["conclusions"][0])
@@ -100,10 +97,9 @@ def conclusions(
     """Name the fastest method that is not inferior to exact decoding, for each margin.
 
     A method is not inferior if an exact upper confidence bound on its loss of accuracy is at most
-    the margin. The fastest of many methods may pass by chance, so that the error probability is
-    divided among the methods that are compared (Bonferroni): with the stated confidence, the bounds
-    of all of them hold. Too few questions therefore recommend no method rather than a worse one.
-    Without exact decoding or without accuracies, there is no conclusion.
+    the margin. The error probability is divided among the methods that are compared (Bonferroni),
+    so that too few questions recommend no method rather than a worse one. Without exact decoding or
+    without accuracies, there is no conclusion.
     """
     rows = comparable_rows(rows)
     compared = [

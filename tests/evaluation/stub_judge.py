@@ -106,5 +106,11 @@ class StubJudge(StubEndpoint):
         """Let the judge answer every user message with a text."""
         self.intercept = lambda prompt: completion(text(prompt))
 
+    def prefer(self, word: str) -> None:
+        """Let the judge prefer the answer that contains a word, wherever it stands."""
+        self.reply_with(
+            lambda prompt: "[[A]]" if prompt.index(word) < prompt.index(" B ") else "[[B]]"
+        )
+
     def endpoint(self, **options: Any) -> Endpoint:
         return Endpoint(**{"base_url": self.url, "model": "a/b", "retries": 0, **options})

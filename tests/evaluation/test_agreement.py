@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
+from pair_answers import answerer
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.evaluation.agreement import (
@@ -18,13 +18,10 @@ from eagle_fsd.evaluation.agreement import (
     regret_summary,
     repetition,
 )
-from eagle_fsd.evaluation.answer_store import Record, Session
-from eagle_fsd.evaluation.answering import PairAnswerer
-from eagle_fsd.evaluation.config import EvaluationConfig
+from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.methods import EXACT, Method, fsd_method
 from eagle_fsd.evaluation.questions.formats import bundled_questions
 from eagle_fsd.model.verify import Origin
-from eagle_fsd.utils.chat_templates import load_chat_template
 
 THRESHOLD = 0.1
 FUZZY = fsd_method(THRESHOLD, 0.1)
@@ -94,12 +91,9 @@ def test_regrets_are_summed_over_all_tokens() -> None:
 
 @pytest.fixture(scope="module")
 def answers(model: EagleFSD, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Record]]:
-    folder: Path = tmp_path_factory.mktemp("answers")
-    template = load_chat_template(model.tokenizer)
-    config = EvaluationConfig(max_new_tokens=64)
-    answerer = PairAnswerer(model, template, [], [], config, Session(folder, {}))
+    asked = answerer(model, tmp_path_factory.mktemp("answers"), max_new_tokens=64)
     questions = bundled_questions(COUNT)
-    return {method.name: answerer.answer(questions, method) for method in (EXACT, FUZZY)}
+    return {method.name: asked.answer(questions, method) for method in (EXACT, FUZZY)}
 
 
 def test_divergences_of_fuzzy_tokens_are_below_the_threshold(

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from accelerators import reset_accelerator_state
+from pair_answers import answerer
 from safetensors.torch import load_file, save_file
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_TARGET
 from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
-from eagle_fsd.evaluation.answer_store import CHOICE_LISTS, AnswerStore, Session
-from eagle_fsd.evaluation.answering import PairAnswerer
+from eagle_fsd.evaluation.answer_store import CHOICE_LISTS, AnswerStore
+from eagle_fsd.evaluation.config import DEFAULT_METHODS
 from eagle_fsd.evaluation.methods import (
     EXACT,
     FSD,
@@ -42,7 +44,7 @@ from eagle_fsd.utils.files import read_jsonl
 pytestmark = pytest.mark.usefixtures("fresh_accelerator", "no_figures")
 
 #: Longer than the bundled target's context.
-LONG = "pens " * 3000
+LONG = "pens " * 1100
 
 
 def run(
@@ -63,36 +65,32 @@ def run(
     return report
 
 
-def write_questions(path: Path, questions: Sequence[Sequence[str]]) -> str:
-    """Write a question file with the given turns."""
-    lines = [json.dumps({"question_id": n, "turns": turns}) for n, turns in enumerate(questions)]
-    path.write_text("\n".join(lines) + "\n")
-    return str(path)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with the default methods."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        patch.setattr("eagle_fsd.evaluation.runner.draw_figures", lambda *_: None)
+        reset_accelerator_state()
+        run(folder, DEFAULT_METHODS, max_new_tokens=24)
+    return folder
 
 
-def answerer(
-    model: EagleFSD, folder: Path, template: ChatTemplate | None = None, **options: Any
-) -> PairAnswerer:
-    template, config = template or load_chat_template(model.tokenizer), EvaluationConfig(**options)
-    return PairAnswerer(model, template, [], [], config, Session(folder, {}))
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Path:
+    """A copy of that folder."""
+    return Path(shutil.copytree(finished, tmp_path / "copied"))
 
 
 # -- answers and reports ---------------------------------------------------------------------------
 
 
-def test_default_methods_are_answered_and_reported(tmp_path: Path) -> None:
+def test_default_methods_are_answered_and_reported(finished: Path) -> None:
     """Answers have FastChat's fields, and exact decoding gives plain decoding's."""
-    finished: list[dict[str, Any]] = []
-    report = evaluate(
-        EvaluationRequest(count=3, out=tmp_path),
-        EvaluationConfig(max_new_tokens=24),
-        on_report=finished.append,
-    )
-    assert report is not None
-    assert finished == [report]
-    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(report))
+    report = json.loads((finished / "report.json").read_text())
     plain, exact, fuzzy = report["rows"]
-    assert [row["method"] for row in report["rows"]] == ["plain", "exact", "fsd"]
+    assert [row["method"] for row in report["rows"]] == list(DEFAULT_METHODS)
     assert plain["speedup"] == pytest.approx(1.0)
     assert plain["tau"] == 1.0
     assert exact["tau"] > 2.0
@@ -101,20 +99,39 @@ def test_default_methods_are_answered_and_reported(tmp_path: Path) -> None:
     assert "phase_shares" not in exact
     assert report["environment"]["revision"]
     assert report["about"]["seed"] == 0
-    answers = {name: read_jsonl(tmp_path / f"{name}.jsonl") for name in ("plain", "exact", "fsd")}
+    answers = {name: read_jsonl(finished / f"{name}.jsonl") for name in DEFAULT_METHODS}
     for name, records in answers.items():
-        assert [record["question_id"] for record in records] == [0, 1, 2]
+        assert [record["question_id"] for record in records] == [0, 1]
         for record in records:
             assert record["model_id"] == name
             assert len(record["answer_id"]) == 22
             (choice,) = record["choices"]
             assert "phases" not in choice
-            lists = ("turns", "idxs", "new_tokens", "wall_time", "origins", "accepted", "cut_off")
-            assert {len(choice[key]) for key in lists} == {1}
+            assert {len(choice[key]) for key in CHOICE_LISTS} == {1}
             assert len(choice["origins"][0]) == choice["new_tokens"][0]
             assert len(choice["accepted"][0]) == choice["idxs"][0]
     for plain_record, exact_record in zip(answers["plain"], answers["exact"], strict=True):
         assert plain_record["choices"][0]["turns"] == exact_record["choices"][0]["turns"]
+
+
+def test_likelihoods_follow_from_the_stored_token_ids(model: EagleFSD, finished: Path) -> None:
+    template = load_chat_template(model.tokenizer)
+    questions = bundled_questions(2)
+    for name in ("exact", "fsd"):
+        for question, record in zip(questions, read_jsonl(finished / f"{name}.jsonl"), strict=True):
+            (choice,) = record["choices"]
+            chat = [{"role": "user", "content": question.turns[0]}]
+            prompt = encode_prompt(chat, model.tokenizer, template)[0]
+            ids = torch.tensor(choice["token_ids"][0])
+            assert choice["prompt_ids"][0] == prompt.tolist()
+            with torch.no_grad():
+                logits = model.model(torch.cat([prompt, ids])[None]).logits[0]
+            log_probs = logits[len(prompt) - 1 : -1].log_softmax(-1)
+            own, best = log_probs.gather(1, ids[:, None])[:, 0], log_probs.amax(-1)
+            assert float(own.mean()) == pytest.approx(choice["log_likelihood"][0], abs=1e-5)
+            fuzzy = torch.tensor(choice["origins"][0]) == Origin.FUZZY
+            assert choice["regrets"][0] == pytest.approx((best - own)[fuzzy].tolist(), abs=1e-5)
+            assert model.tokenizer.decode(ids, skip_special_tokens=True).strip() in choice["turns"]
 
 
 def test_each_turn_sees_the_turns_before(model: EagleFSD, tmp_path: Path) -> None:
@@ -133,9 +150,10 @@ def test_each_turn_sees_the_turns_before(model: EagleFSD, tmp_path: Path) -> Non
 
 
 def test_turns_that_do_not_fit_into_the_context_are_counted(tmp_path: Path) -> None:
-    file = write_questions(tmp_path / "turns.jsonl", [["Hello!"], ["Hello!", LONG, "Hello!"]])
-    report = run(tmp_path / "out", request={"questions": file})
-    (row,) = report["rows"]
+    lines = [{"question_id": n, "turns": ["Hello!", LONG, "Hello!"][: 1 + 2 * n]} for n in (0, 1)]
+    (tmp_path / "turns.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    request = {"questions": str(tmp_path / "turns.jsonl")}
+    (row,) = run(tmp_path / "out", request=request)["rows"]
     assert (row["answers"], row["failed"], row["accuracy"]) == (2, 2, None)
     first, second = read_jsonl(tmp_path / "out" / "exact.jsonl")
     assert first["choices"][0]["errors"] == [None]
@@ -153,7 +171,7 @@ def test_the_batch_does_not_change_answers(model: EagleFSD, tmp_path: Path) -> N
     sampled = {"temperature": 1.0, "samples": 2}
     for method, options in ((PLAIN, sampled), (EXACT, {}), (EXACT, sampled), (FSD, {})):
         singles, batched = (
-            answerer(model, tmp_path, batch=batch, max_new_tokens=12, **options).answer(
+            answerer(model, tmp_path, batch=batch, max_new_tokens=8, **options).answer(
                 questions, method
             )
             for batch in (1, 8)
@@ -170,7 +188,7 @@ def test_the_batch_does_not_change_answers(model: EagleFSD, tmp_path: Path) -> N
 def test_hugging_face_gives_the_same_answers(tmp_path: Path) -> None:
     """Its generate and its assisted generation, for which the target assists itself."""
     request = {"baseline": "hf", "assistant": str(BUNDLED_TARGET)}
-    report = run(tmp_path, ["exact", "hf"], request=request, max_new_tokens=16)
+    report = run(tmp_path, ["exact", "hf"], request=request, max_new_tokens=8)
     rows = report["rows"]
     assert [row["method"] for row in rows] == ["hf", "hf assisted", "exact"]
     assert rows[0]["tokens"] == rows[1]["tokens"] == rows[2]["tokens"] > 0
@@ -184,8 +202,13 @@ def test_hugging_face_gives_the_same_answers(tmp_path: Path) -> None:
 def test_fsd_without_a_threshold_is_not_decoded_beside_exact(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    report = run(tmp_path, ["exact", "fsd"], Settings(threshold=0.0))
+    """Its tree is that of two answers, which fill no batch of eight."""
+    single, pairs, eight = (TreeConfig(total_tokens=n, depth=n - 2, top_k=1) for n in (8, 6, 4))
+    settings = Settings(threshold=0.0, exact=single, batch={"2": pairs, "8": eight})
+    report = run(tmp_path, ["exact", "fsd"], settings, batch=8)
     assert [row["method"] for row in report["rows"]] == ["exact"]
+    assert tree_text(report["rows"][0]) == "6/4/1"
+    assert "; tree 6/4/1;" in footnote(report)
     assert not (tmp_path / "fsd.jsonl").exists()
     for said in ((tmp_path / "report.md").read_text(), caplog.text):
         assert "Without a threshold, fsd is exact decoding, so it is not decoded a second" in said
@@ -194,25 +217,34 @@ def test_fsd_without_a_threshold_is_not_decoded_beside_exact(
 # -- resumption ------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_run_resumes(tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes(copied: Path) -> None:
     """After a partial line, the missing answer alone is drawn, in another session."""
-    first = run(tmp_path, ["exact", "fsd"])
-    before = read_jsonl(tmp_path / "exact.jsonl")
-    unchanged = (tmp_path / "fsd.jsonl").read_bytes()
-    content = (tmp_path / "exact.jsonl").read_bytes()
-    (tmp_path / "exact.jsonl").write_bytes(content[: content.index(b"\n") + 200])
-    again = run(tmp_path, ["exact", "fsd"])
-    after = read_jsonl(tmp_path / "exact.jsonl")
+    first = json.loads((copied / "report.json").read_text())
+    before = read_jsonl(copied / "exact.jsonl")
+    unchanged = (copied / "fsd.jsonl").read_bytes()
+    content = (copied / "exact.jsonl").read_bytes()
+    (copied / "exact.jsonl").write_bytes(content[: content.index(b"\n") + 200])
+    finished: list[dict[str, Any]] = []
+    again = evaluate(
+        EvaluationRequest(count=2, out=copied),
+        EvaluationConfig(max_new_tokens=24),
+        ["exact", "fsd"],
+        on_report=finished.append,
+    )
+    assert again is not None
+    assert finished == [again]
+    assert json.loads((copied / "report.json").read_text()) == json.loads(json.dumps(again))
+    after = read_jsonl(copied / "exact.jsonl")
     assert after[0] == before[0]
     assert after[1]["choices"][0]["turns"] == before[1]["choices"][0]["turns"]
     assert after[1]["answer_id"] != before[1]["answer_id"]
-    assert (tmp_path / "fsd.jsonl").read_bytes() == unchanged
+    assert (copied / "fsd.jsonl").read_bytes() == unchanged
     assert len(again["sessions"]) == 2
     assert again["sessions"].items() > first["sessions"].items()
     assert again["rows"][0]["speed_over_exact"] == pytest.approx(1.0)
-    assert "The answers come from 2 sessions" in (tmp_path / "report.md").read_text()
+    assert "The answers come from 2 sessions" in (copied / "report.md").read_text()
     # A run that only reports answers of earlier ones is not a session.
-    reported = run(tmp_path, ["exact", "fsd"])
+    reported = run(copied, ["exact", "fsd"], max_new_tokens=24)
     assert reported["sessions"] == again["sessions"]
     assert reported["environment"] == again["environment"]
 
@@ -235,57 +267,31 @@ def test_a_run_cannot_grow_until_its_bound_holds(model: EagleFSD, tmp_path: Path
     store(100)
 
 
-def test_likelihoods_follow_from_the_stored_token_ids(model: EagleFSD, tmp_path: Path) -> None:
-    run(tmp_path, ["exact", "fsd"], max_new_tokens=24)
-    template = load_chat_template(model.tokenizer)
-    questions = bundled_questions(2)
-    for name in ("exact", "fsd"):
-        for question, record in zip(questions, read_jsonl(tmp_path / f"{name}.jsonl"), strict=True):
-            (choice,) = record["choices"]
-            chat = [{"role": "user", "content": question.turns[0]}]
-            prompt = encode_prompt(chat, model.tokenizer, template)[0]
-            ids = torch.tensor(choice["token_ids"][0])
-            assert len(ids) == choice["new_tokens"][0] == len(choice["origins"][0])
-            assert choice["prompt_ids"][0] == prompt.tolist()
-            with torch.no_grad():
-                logits = model.model(torch.cat([prompt, ids])[None]).logits[0]
-            log_probs = logits[len(prompt) - 1 : -1].log_softmax(-1)
-            own, best = log_probs.gather(1, ids[:, None])[:, 0], log_probs.amax(-1)
-            assert float(own.mean()) == pytest.approx(choice["log_likelihood"][0], abs=1e-5)
-            fuzzy = torch.tensor(choice["origins"][0]) == Origin.FUZZY
-            assert choice["regrets"][0] == pytest.approx((best - own)[fuzzy].tolist(), abs=1e-5)
-            assert model.tokenizer.decode(ids, skip_special_tokens=True).strip() in choice["turns"]
-
-
-def test_answers_with_other_settings_are_rejected(model: EagleFSD, tmp_path: Path) -> None:
+def test_answers_with_other_settings_are_rejected(model: EagleFSD, copied: Path) -> None:
     """Only for the methods that depend on what changed, and without touching the files."""
-    settings = Settings(threshold=0.2)
-    run(tmp_path, ["plain", "exact", "fsd"], settings, temperature=1.0, top_k=50)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
     questions = bundled_questions(2)
     changed: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
-        ({}, {"max_new_tokens": 5}, ["max_new_tokens was 8, is 5"]),
+        ({}, {"max_new_tokens": 5}, ["max_new_tokens was 24, is 5"]),
         ({}, {"seed": 1}, ["seed was 0, is 1"]),
-        ({}, {"temperature": 0.5, "top_k": 5}, ["temperature was 1.0, is 0.5", "top_k was 50"]),
+        ({}, {"temperature": 0.5, "top_k": 5}, ["temperature was 0.0, is 0.5", "top_k was 0, is"]),
         ({"chat_template": "vicuna_v1.1"}, {}, ["template was None, is 'vicuna_v1.1'"]),
     ]
     for request, options, messages in changed:
-        config = EvaluationConfig(
-            **{"max_new_tokens": 8, "temperature": 1.0, "top_k": 50, **options}
-        )
+        config = EvaluationConfig(**{"max_new_tokens": 24, **options})
         other = PairEvaluation(
-            model, questions, [EXACT], EvaluationRequest(**request), config, tmp_path
+            model, questions, [EXACT], EvaluationRequest(**request), config, copied
         )
         with pytest.raises(ValueError, match=r"exact\.jsonl holds answers with other set") as error:
             other.open()
         assert all(message in str(error.value) for message in messages)
     other_threshold = Settings(threshold=0.3)
-    with pytest.raises(ValueError, match=r"fsd\.jsonl .*\(threshold was 0.2, is 0.3\)"):
-        run(tmp_path, ["fsd"], other_threshold, temperature=1.0, top_k=50)
+    with pytest.raises(ValueError, match=r"fsd\.jsonl .*\(.*threshold was 0.05, is 0.3"):
+        run(copied, ["fsd"], other_threshold, max_new_tokens=24)
     with pytest.raises(ValueError, match=r"exact\.jsonl .*depth was \d+, is 3"):
-        run(tmp_path, ["exact"], Settings(depth=3), temperature=1.0, top_k=50)
+        run(copied, ["exact"], Settings(depth=3), max_new_tokens=24)
     assert {path: path.read_bytes() for path in before} == before
-    run(tmp_path, ["plain", "exact"], other_threshold, temperature=1.0, top_k=50)
+    run(copied, ["plain", "exact"], other_threshold, max_new_tokens=24)
 
 
 def change_weight(folder: Path, suffix: str) -> None:
@@ -314,8 +320,8 @@ def test_other_weights_with_the_same_name_are_detected(tmp_path: Path) -> None:
 
 
 def test_parts_of_two_processes_give_the_files_of_one(model: EagleFSD, tmp_path: Path) -> None:
-    questions, request = bundled_questions(5), EvaluationRequest()
-    config = EvaluationConfig(max_new_tokens=8, batch=2)
+    questions, request = bundled_questions(3), EvaluationRequest()
+    config = EvaluationConfig(max_new_tokens=4, batch=2)
     answers = []
     for processes in (1, 2):
         out = tmp_path / str(processes)
@@ -327,7 +333,7 @@ def test_parts_of_two_processes_give_the_files_of_one(model: EagleFSD, tmp_path:
             part.open()
         for part in parts:
             part.answer()
-        assert [row["answers"] for row in parts[0].report()["rows"]] == [5, 5]
+        assert [row["answers"] for row in parts[0].report()["rows"]] == [3, 3]
         records = [*read_jsonl(out / "exact.jsonl"), *read_jsonl(out / "fsd.jsonl")]
         answers.append([(item["question_id"], item["choices"][0]["turns"]) for item in records])
         assert not list(out.glob("*part*"))
@@ -382,16 +388,6 @@ def test_describe_names_what_answers_depend_on(model: EagleFSD) -> None:
     assert fsd_method(0.1).describe(pair)["depth"] == 9
     own = replace(EXACT, tree=TreeConfig(depth=5)).describe(pair)
     assert (own["depth"], "batch_trees" in own) == (5, False)
-
-
-def test_tables_name_the_tree_of_the_batch(tmp_path: Path) -> None:
-    """Two answers fill a batch of two, and no batch of eight."""
-    single, pairs, eight = (TreeConfig(total_tokens=n, depth=n - 2, top_k=1) for n in (8, 6, 4))
-    settings = Settings(exact=single, batch={"2": pairs, "8": eight})
-    for batch, expected in ((1, "8/6/1"), (8, "6/4/1")):
-        report = run(tmp_path / str(batch), ["exact"], settings, batch=batch)
-        assert tree_text(report["rows"][0]) == expected
-        assert f"; tree {expected};" in footnote(report)
 
 
 # -- decoding --------------------------------------------------------------------------------------

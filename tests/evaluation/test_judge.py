@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from stub_judge import (
 
 from eagle_fsd.evaluation import EvaluationRequest
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.judge.judging import judge_answers, judge_pairs
+from eagle_fsd.evaluation.judge.judging import judge_answers, judge_pairs, judgment_file
 from eagle_fsd.evaluation.judge.prompts import JudgeError
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import requested_questions
@@ -107,30 +108,38 @@ def test_identical_answers_are_judged_once(stub: StubJudge, tmp_path: Path) -> N
     assert len({line["tstamp"] for line in fresh}) == 1
 
 
-def test_judging_resumes_after_a_failure(
-    stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
-) -> None:
-    """No answer is judged twice, and the file equals that of an uninterrupted run."""
-    out, parallel = tmp_path / "out", 4
+def test_judging_resumes(stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path) -> None:
+    """After a failure, or with a partial line, no answer is judged twice."""
+    parallel, path = 4, single_file(tmp_path)
     stub.intercept = lambda prompt: (
         (500, {"error": {"message": "out of\nmemory"}}) if len(stub.requests) > 9 else None
     )
     with pytest.raises(JudgeError) as error:
-        judge_answers(stub.endpoint(), QUESTIONS, records, out, parallel)
+        judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path, parallel)
     assert str(error.value) == (
         f"the judge a/b at {stub.url} failed (500, out of memory); answers and judgments so far are"
         " saved: run the same command again to resume"
     )
     assert len(stub.answered) >= 9 - parallel
-    assert len(read_jsonl(single_file(out))) == len(stub.answered)
+    assert len(read_jsonl(path)) == len(stub.answered)
     assert len(stub.requests) < 9 + 2 * parallel
     stub.intercept = lambda prompt: None
-    judge_answers(stub.endpoint(), QUESTIONS, records, out, parallel)
+    found = judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path, parallel)
     assert len(stub.answered) == len(set(stub.answered)) == COUNT
-    judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path / "uninterrupted")
-    assert read_without_times(single_file(out)) == read_without_times(
-        single_file(tmp_path / "uninterrupted")
-    )
+    assert [line["answer_id"] for line in found] == [
+        record["answer_id"]
+        for answers in records.values()
+        for record in answers
+        for _ in record["choices"][0]["turns"]
+    ]
+    content, expected = path.read_bytes(), read_without_times(path)
+    for cut in (1, 40, 200):
+        path.write_bytes(content[:-cut])
+        judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path)
+        assert stub.answered.pop() == "Q greet A fsd greet"
+        assert len(stub.answered) == COUNT
+        assert read_without_times(path) == expected
+        assert path.read_bytes().split(b"\n")[:-2] == content.split(b"\n")[:-2]
 
 
 def test_the_judge_reads_system_prompts_and_earlier_messages(
@@ -154,22 +163,6 @@ def test_the_judge_reads_system_prompts_and_earlier_messages(
         for prompt in stub.answered[asked:]:
             places = [prompt.index(text) for text in (system, "Hi", "Ahoy!", "Q Bye A ")]
             assert places == sorted(places)
-
-
-def test_a_partial_line_is_judged_again(
-    stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
-) -> None:
-    judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path)
-    path = single_file(tmp_path)
-    content, expected = path.read_bytes(), read_without_times(path)
-    whole = content.split(b"\n")
-    for cut in (1, 40, 200):
-        path.write_bytes(content[:-cut])
-        judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path)
-        assert stub.answered.pop() == "Q greet A fsd greet"
-        assert len(stub.answered) == COUNT
-        assert read_without_times(path) == expected
-        assert path.read_bytes().split(b"\n")[:-2] == whole[:-2]
 
 
 def test_changed_answers_and_prompts_are_judged_again(
@@ -196,14 +189,14 @@ def test_changed_answers_and_prompts_are_judged_again(
     assert [line["answer_id"] for line in lines[7:10]] == ["another", "another", "exact-101"]
 
 
-def test_fastchat_reads_the_judgment_file(
+def test_fastchat_reads_the_files(
     stub: StubJudge,
     records: dict[str, list[Record]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Judgments without a rating do not count."""
-    from fastchat.llm_judge.show_result import display_result_single
+    """Ratings, of which those without a number do not count, and comparisons."""
+    from fastchat.llm_judge.show_result import display_result_pairwise, display_result_single
 
     scores = {
         "Q write A exact write": "[[8]]",
@@ -212,15 +205,11 @@ def test_fastchat_reads_the_judgment_file(
         "Q greet A exact greet": "[[3]]",
         "Q write A fsd write": "[[9]]",
     }
-
     stub.reply_with(lambda prompt: scores.get(prompt, "Rating: [[5]]"))
     judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path)
-    path = single_file(tmp_path)
-    display_result_single(
-        argparse.Namespace(
-            input_file=str(path), bench_name="mt_bench", judge_model="a/b", model_list=None
-        )
-    )
+    options = {"bench_name": "mt_bench", "judge_model": "a/b", "model_list": None}
+    file = str(single_file(tmp_path))
+    display_result_single(argparse.Namespace(input_file=file, **options))
     printed = capsys.readouterr().out
     tables = {}
     for title, text in re.findall(r"#{10} ([\w ]+) #{10}\n(.*?)(?=\n#|\Z)", printed, re.DOTALL):
@@ -232,6 +221,14 @@ def test_fastchat_reads_the_judgment_file(
         "Second turn": {"plain": 5.0, "exact": 5.0, "fsd": 5.0},
         "Average": {"fsd": 5.571429, "exact": 5.416667, "plain": 5.0},
     }
+    records["plain"] = [{**item, "answer_id": "plain"} for item in records["exact"]]
+    stub.prefer("fsd")
+    judge_pairs(stub.endpoint(), QUESTIONS, records, tmp_path)
+    file = str(judgment_file(tmp_path, "a/b", "pair"))
+    display_result_pairwise(argparse.Namespace(input_file=file, baseline_model="exact", **options))
+    lines = [line.split()[:4] for line in capsys.readouterr().out.splitlines()]
+    assert ["fsd", "7", "0", "0"] in lines
+    assert ["plain", "0", "0", "7"] in lines
 
 
 def test_evaluate_command_resumes_after_a_judge_failure(
@@ -243,7 +240,7 @@ def test_evaluate_command_resumes_after_a_judge_failure(
     lines.append({"question_id": 101, "category": "math", "turns": ["Hello!", "What can you do?"]})
     write_lines(file, lines)
     command = ["evaluate", file, "--out", out, "-m", "exact", "-m", "plain"]
-    command += ["--judge-base-url", stub.url, "--judge-model", "a/b", "--max-new-tokens", 16]
+    command += ["--judge-base-url", stub.url, "--judge-model", "a/b", "--max-new-tokens", 4]
     command += ["--system", "Be brief."]
     stub.intercept = lambda prompt: (404, {"error": {"message": "model not found"}})
     status, printed, errors = run(*command)
@@ -273,50 +270,34 @@ def judge_one(endpoint: Endpoint, out: Path) -> Record:
     return found
 
 
-def test_an_error_reply_gives_one_line_and_ends_the_run(
-    stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
-) -> None:
-    cases: list[tuple[tuple[int, Any], str]] = [
-        ((401, {"error": {"message": "wrong key my-key"}}), "(401, wrong key ...)"),
-        ((404, {"object": "error", "message": "no model"}), "(404, no model)"),
-        ((200, "<html>hello</html>"), "(the reply is not a chat completion; check the URL)"),
-        ((503, "<html>\nbusy\n</html>"), "503"),
+def test_a_failure_gives_one_line(stub: StubJudge, tmp_path: Path) -> None:
+    """It ends the run at once."""
+    over = threading.Event()
+    replies: list[tuple[Callable[[str], Any], str]] = [
+        (lambda _: (401, {"error": {"message": "wrong key my-key"}}), "(401, wrong key ...)"),
+        (lambda _: (404, {"object": "error", "message": "no model"}), "(404, no model)"),
+        (lambda _: (200, "<html>hello</html>"), "(the reply is not a chat completion; check the"),
+        (lambda _: (503, "<html>\nbusy\n</html>"), "503"),
+        (lambda _: over.wait(TIMEOUT), "(no reply within 0.5 s)"),
     ]
-    for count, (reply, message) in enumerate(cases, 1):
-        stub.intercept = lambda prompt, reply=reply: reply
-        with pytest.raises(JudgeError) as error:
-            judge_answers(stub.endpoint(api_key="my-key"), QUESTIONS, records, tmp_path, parallel=1)
-        text = str(error.value)
-        assert message in text
-        assert f"at {stub.url} failed" in text
-        assert text.isprintable()
-        assert "my-key" not in text
-        assert len(stub.requests) == count
-
-
-def test_an_unreachable_endpoint_gives_one_line(tmp_path: Path) -> None:
-    for url, message in [
+    cases = [(stub.url, message, reply) for reply, message in replies]
+    for url, message in (
         ("http://127.0.0.1:1/v1", "Connection error"),
         ("127.0.0.1/v1", "Connection error"),
         ("http://[::/v1", "Invalid"),
-    ]:
+    ):
+        cases.append((url, message, replies[0][0]))
+    for url, message, stub.intercept in cases:
+        endpoint = Endpoint(url, "m", api_key="my-key", retries=0, timeout=0.5)
         with pytest.raises(JudgeError) as error:
-            judge_one(Endpoint(url, "m", retries=0), tmp_path)
-        assert message in str(error.value)
-        assert f"the judge m at {url} failed (" in str(error.value)
-        assert str(error.value).isprintable()
-
-
-def test_a_reply_times_out(stub: StubJudge, tmp_path: Path) -> None:
-    over = threading.Event()
-
-    def wait(prompt: str) -> None:
-        over.wait(TIMEOUT)
-
-    stub.intercept = wait
-    with pytest.raises(JudgeError, match=r"failed \(no reply within 0.2 s\)"):
-        judge_one(stub.endpoint(timeout=0.2), tmp_path)
+            judge_one(endpoint, tmp_path)
+        text = str(error.value)
+        assert message in text
+        assert f"the judge m at {url} failed (" in text
+        assert text.isprintable()
+        assert "my-key" not in text
     over.set()
+    assert len(stub.requests) == len(replies)
 
 
 def test_a_transient_failure_is_retried(

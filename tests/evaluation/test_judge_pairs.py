@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,6 @@ pytestmark = pytest.mark.usefixtures("judge_data")
 TURNS = 7
 
 
-def prefer(judge: StubJudge, word: str) -> None:
-    """Let the judge prefer the answer that contains a word, wherever it stands."""
-    judge.reply_with(
-        lambda prompt: "[[A]]" if prompt.index(word) < prompt.index(" B ") else "[[B]]"
-    )
-
-
 @pytest.fixture
 def answers() -> dict[str, list[Record]]:
     """Answers of exact decoding and FSD; plain decoding's are those of exact decoding."""
@@ -41,7 +33,7 @@ def answers() -> dict[str, list[Record]]:
 def test_every_answer_is_compared_in_both_orders(
     stub: StubJudge, answers: dict[str, list[Record]], tmp_path: Path
 ) -> None:
-    prefer(stub, "fsd")
+    stub.prefer("fsd")
     seen: list[tuple[int, int]] = []
     found = judge_pairs(
         stub.endpoint(), QUESTIONS, answers, tmp_path, 1, lambda *numbers: seen.append(numbers)
@@ -62,6 +54,13 @@ def test_every_answer_is_compared_in_both_orders(
     }
     assert (summary["fsd"]["won"], summary["fsd"]["lost"]) == (4, 0)
     assert summary["fsd"]["loss_limit"] == loss_bound(0, 4, 4)
+    # A comparison is discarded where an answer changed; the others are resumed.
+    asked = len(stub.requests)
+    answers["fsd"][3]["choices"][0]["turns"] = ["fsd hello"]
+    again = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
+    assert len(stub.requests) == asked + 2
+    assert read_jsonl(judgment_file(tmp_path, "a/b", "pair"))[:-1] == lines[:-1]
+    assert again[-1]["g1_user_prompt"] == "Q greet A fsd hello B exact greet"
 
 
 def test_outcomes_of_replies(
@@ -87,23 +86,6 @@ def test_outcomes_of_replies(
     summary = pair_summary(found, 0.95)["fsd"]
     expected = {"questions": 4, "won": 0, "tied": 0, "lost": 0, "unclear": 4}
     assert summary == {**expected, "loss_limit": loss_bound(4, 0, 4)}
-
-
-def test_comparisons_are_resumed_and_discarded_where_an_answer_changed(
-    stub: StubJudge, answers: dict[str, list[Record]], tmp_path: Path
-) -> None:
-    prefer(stub, "exact")
-    judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
-    asked = len(stub.requests)
-    lines = read_jsonl(judgment_file(tmp_path, "a/b", "pair"))
-    again = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
-    assert again == lines
-    assert len(stub.requests) == asked
-    answers["fsd"][3]["choices"][0]["turns"] = ["hello"]
-    again = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
-    assert len(stub.requests) == asked + 2
-    assert read_jsonl(judgment_file(tmp_path, "a/b", "pair"))[:-1] == lines[:-1]
-    assert again[-1]["g1_user_prompt"] == "Q greet A hello B exact greet"
 
 
 def comparison(question: int, turn: int, first: str, second: str) -> Record:
@@ -150,21 +132,3 @@ def test_evaluation_reports_comparisons(stub: StubJudge, tmp_path: Path) -> None
     assert "the judge finds 0 of 2 answers worse and 0 better" in page
     with pytest.raises(OptionsError, match="--judge-mode pair compares with exact decoding"):
         evaluate(request, config, ["fsd"])
-
-
-def test_fastchat_reads_the_comparisons(
-    stub: StubJudge,
-    answers: dict[str, list[Record]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    from fastchat.llm_judge.show_result import display_result_pairwise
-
-    prefer(stub, "fsd")
-    judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
-    file = str(judgment_file(tmp_path, "a/b", "pair"))
-    options = argparse.Namespace(input_file=file, model_list=None, baseline_model="exact")
-    display_result_pairwise(options)
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.split()[:4] == ["fsd", str(TURNS), "0", "0"] for line in lines)
-    assert any(line.split()[:4] == ["plain", "0", "0", str(TURNS)] for line in lines)

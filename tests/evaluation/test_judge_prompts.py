@@ -124,23 +124,10 @@ def test_published_prompts_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parse_rating() -> None:
-    ratings: dict[str, float] = {
-        "Rating: [[7]]": 7,
-        "Rating: [[7.5]]": 7.5,
-        "[8]": 8,
-        "see [1]; Rating: [[9]]": 9,
-        "[[3]], no, [[4]]": 3,
-    }
-    unrated = [
-        "[[11]]",
-        "[[0]]",
-        "[[0.5]]",
-        "[[-3]]",
-        "[[8/10]]",
-        f"[[{'9' * 5000}]]",
-        "Eight.",
-        "",
-    ]
+    ratings: dict[str, float] = {"Rating: [[7]]": 7, "Rating: [[7.5]]": 7.5, "[8]": 8}
+    ratings |= {"see [1]; Rating: [[9]]": 9, "[[3]], no, [[4]]": 3}
+    unrated = ["[[11]]", "[[0]]", "[[0.5]]", "[[-3]]", "[[8/10]]", "Eight.", ""]
+    unrated.append(f"[[{'9' * 5000}]]")
     for judgment, score in (ratings | dict.fromkeys(unrated, -1)).items():
         assert parse_rating(judgment) == score
         assert isinstance(parse_rating(judgment), type(score))

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pair_answers import answerer
 
 from eagle_fsd import EagleFSD, OptionsError
 from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
-from eagle_fsd.evaluation.answer_store import Session
-from eagle_fsd.evaluation.answering import PairAnswerer
 from eagle_fsd.evaluation.completion import CompletionTemplate, evaluation_template
 from eagle_fsd.evaluation.graders import GRADERS, GraderError, find_grader
 from eagle_fsd.evaluation.methods import EXACT
@@ -70,20 +69,13 @@ def test_prompts_questions_and_chats_are_read(tmp_path: Path) -> None:
     assert (chat.opening(), chat.first_chat()) == (CHAT[:-1], CHAT)
 
 
-def test_every_line_of_a_text_file_is_a_prompt(tmp_path: Path) -> None:
+def test_text_files_and_arrays_are_read(tmp_path: Path) -> None:
     content = b"Name a river.\n\n[1] is a list. \r\n{x} is not JSON"
     (tmp_path / "q.txt").write_bytes(content)
     (tmp_path / "q.txt.gz").write_bytes(gzip.compress(content))
     for name in ("q.txt", "q.txt.gz"):
-        found = read_questions(tmp_path / name)
-        assert [item.turns for item in found] == [
-            ("Name a river.",),
-            ("[1] is a list. ",),
-            ("{x} is not JSON",),
-        ]
-
-
-def test_an_array_is_read_like_json_lines(tmp_path: Path) -> None:
+        turns = [item.turns for item in read_questions(tmp_path / name)]
+        assert turns == [("Name a river.",), ("[1] is a list. ",), ("{x} is not JSON",)]
     rows = [{"prompt": 'two\n "lines], [', "answer": 4}, {"prompt": "q"}]
     lines = write(tmp_path / "q", *rows)
     for indent in (None, 2):
@@ -94,23 +86,16 @@ def test_an_array_is_read_like_json_lines(tmp_path: Path) -> None:
 def test_invalid_files_and_rows_are_named(tmp_path: Path) -> None:
     cases: list[tuple[str, str, str]] = [
         ("q.json", '[\n {"prompt": "p"},\n {"prompt": ""}]', 'item 2: "prompt" must not be blank'),
-        ("q.json", '[\n {\n"prompt":\n"p"},\n 5]', "item 2: not a JSON object"),
         ("q.json", '[\n {"prompt": "p"}\n {"prompt": "p"}]', "line 3: not JSON (Expecting ','"),
         ("q.json", '[{"prompt": "p"}] [1]', "line 1: not JSON (Extra data)"),
         ("q.json", "[]", "contains no questions"),
         ("q.json", "[" * 100_000, "line 1: not JSON"),
-        (
-            "q.jsonl",
-            '{"prompt": "p"}\nName a river.',
-            "line 2: not JSON; if every line is a prompt",
-        ),
         ("q.txt", 'River?\n{"prompt": "p"}', "line 2: a JSON object; rename the file to"),
         (
             "q.jsonl",
             '{"question": "q", "answer": "4"}\n{"question": "q", "answer": "#### 4"}',
             "line 2: the row has the format 'GSM8K', but the rows before it have 'question'",
         ),
-        ("q.jsonl", '{"prompt": "p", "id": 1}\n{"prompt": "p", "id": 1}', "line 2: duplicate"),
     ]
     rows: list[tuple[dict[str, Any], str]] = [
         ({"prompt": 5}, '"prompt" must be a string'),
@@ -231,11 +216,7 @@ def test_a_grader_function_gets_the_answer_and_the_row(tmp_path: Path) -> None:
     with pytest.raises(GraderError, match="failed on question 1: AttributeError"):
         score(second, "")
 
-
-def test_a_grader_is_a_function_of_a_file_or_a_module(tmp_path: Path) -> None:
-    question = find_grader("operator:eq").apply(Question(0, "c", ("q",)))
-    assert score(question, "a") is False
-    (tmp_path / "mine.py").write_text(GRADER)
+    assert score(find_grader("operator:eq").apply(Question(0, "c", ("q",))), "a") is False
     (tmp_path / "broken.py").write_text("def f(:")
     for grader, reason in [
         (
@@ -256,30 +237,26 @@ def test_a_grader_is_a_function_of_a_file_or_a_module(tmp_path: Path) -> None:
 # -- system prompt and worked examples -------------------------------------------------------------
 
 
-def test_the_system_prompt_precedes_chats_without_one(tmp_path: Path) -> None:
+def test_system_prompts_and_worked_examples_precede_the_question(tmp_path: Path) -> None:
+    """The examples are the first questions with an answer, and are not asked."""
     path = write(tmp_path / "q.jsonl", {"messages": CHAT}, {"messages": CHAT[1:]})
     own, given = requested_questions(request(path, system="Be kind."))
     assert own.first_chat() == CHAT
     assert given.first_chat() == [{"role": "system", "content": "Be kind."}, *CHAT[1:]]
     (bundled,) = requested_questions(request("bundled", count=1, system="Be kind."))
     assert bundled.opening() == [{"role": "system", "content": "Be kind."}]
-
-
-def test_worked_examples_are_the_first_questions_and_are_not_asked(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"messages": CHAT[-1:], "answer": str(n)} for n in range(5)]
     del rows[0]["answer"]
     rows[3]["messages"] = CHAT
     found = requested_questions(request(write(tmp_path / "q.jsonl", *rows), few_shot=2))
     assert [item.question_id for item in found] == [0, 3, 4]
     shots = [
-        {"role": "user", "content": "Name a river."},
-        {"role": "assistant", "content": "1"},
-        {"role": "user", "content": "Name a river."},
-        {"role": "assistant", "content": "2"},
+        message
+        for answer in "12"
+        for message in (CHAT[-1], {"role": "assistant", "content": answer})
     ]
     assert found[0].opening() == shots
-    assert found[1].opening() == [CHAT[0], *shots, *CHAT[1:-1]]
-    assert found[1].turns == ("Name a river.",)
+    assert found[1].first_chat() == [CHAT[0], *shots, *CHAT[1:]]
 
 
 def test_a_larger_count_keeps_examples_and_questions(tmp_path: Path) -> None:
@@ -310,13 +287,13 @@ def test_a_larger_count_keeps_examples_and_questions(tmp_path: Path) -> None:
 
 def run_own(path: Path, out: Path, **options: Any) -> Any:
     report = evaluate(
-        request(path, out=out, **options), EvaluationConfig(max_new_tokens=12), ["exact"]
+        request(path, out=out, **options), EvaluationConfig(max_new_tokens=4), ["exact"]
     )
     assert report is not None
     return report
 
 
-@pytest.mark.usefixtures("fresh_accelerator")
+@pytest.mark.usefixtures("fresh_accelerator", "no_figures")
 def test_own_questions_are_answered_with_their_context(model: EagleFSD, tmp_path: Path) -> None:
     """Another grader scores the same answers; another system prompt is refused."""
     path, out = tmp_path / "q.jsonl", tmp_path / "out"
@@ -338,15 +315,11 @@ def test_own_questions_are_answered_with_their_context(model: EagleFSD, tmp_path
     assert (out / "exact.jsonl").read_bytes() == before
     with pytest.raises(ValueError, match=r"system was 'Be kind\.', is None"):
         run_own(path, out)
-
-
-@pytest.mark.usefixtures("fresh_accelerator")
-def test_chats_that_the_template_rejects_are_found_before_decoding(tmp_path: Path) -> None:
     late = [CHAT[1], CHAT[2], CHAT[0], CHAT[3]]  # FastChat's templates begin with the system turn
-    path = write(tmp_path / "q.jsonl", {"messages": CHAT}, {"messages": late})
+    write(path, {"messages": CHAT}, {"messages": late})
     with pytest.raises(ValueError, match="question 1: a FastChat template has no place for"):
-        run_own(path, tmp_path / "out", chat_template="vicuna_v1.1")
-    assert not list((tmp_path / "out").glob("*.jsonl"))
+        run_own(path, tmp_path / "late", chat_template="vicuna_v1.1")
+    assert not list((tmp_path / "late").glob("*.jsonl"))
 
 
 # -- base models -----------------------------------------------------------------------------------
@@ -375,8 +348,7 @@ def test_a_base_model_sees_the_examples_and_stops(model: EagleFSD, tmp_path: Pat
     template = CompletionTemplate(1)
 
     def answer() -> dict[str, Any]:
-        config, session = EvaluationConfig(max_new_tokens=32), Session(tmp_path, {})
-        asked = PairAnswerer(model, template, [], [], config, session)
+        asked = answerer(model, tmp_path, template, max_new_tokens=32)
         (record,) = asked.answer([question], EXACT)
         return dict(record["choices"][0])
 

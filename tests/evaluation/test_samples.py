@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pair_answers import answerer
 from sample_report import make_report, make_row
 
 from eagle_fsd import EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
-from eagle_fsd.evaluation.answer_store import AnswerStore, Session, all_turns
-from eagle_fsd.evaluation.answering import PairAnswerer, answer_seed
+from eagle_fsd.evaluation.answer_store import AnswerStore, all_turns
+from eagle_fsd.evaluation.answering import answer_seed
 from eagle_fsd.evaluation.methods import EXACT, FSD
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.report import pass_at_k, summarize_samples
 from eagle_fsd.evaluation.tables import tables
-from eagle_fsd.utils.chat_templates import load_chat_template
 from eagle_fsd.utils.files import read_jsonl
 
 
@@ -97,10 +97,10 @@ def test_samples_do_not_depend_on_other_questions(model: EagleFSD, tmp_path: Pat
     def answers(out: str, count: int, samples: int, **options: Any) -> dict[int, list[str]]:
         some = questions[:count][::-1]  # neither does the order matter
         store = AnswerStore(tmp_path / out, "fsd", {}, {item.question_id: "" for item in some})
-        config = EvaluationConfig(temperature=1.0, max_new_tokens=10, samples=samples, **options)
-        session = Session(tmp_path / out, {})
-        template = load_chat_template(model.tokenizer)
-        PairAnswerer(model, template, [FSD], [store.open()], config, session).run(some)
+        config = {"temperature": 1.0, "max_new_tokens": 10, "samples": samples}
+        asked = answerer(model, tmp_path / out, **config, **options)
+        asked.methods, asked.stores = [FSD], [store.open()]
+        asked.run(some)
         return {
             record["question_id"]: [choice["turns"][0] for choice in record["choices"]]
             for record in store.merge()

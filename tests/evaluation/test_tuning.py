@@ -248,7 +248,7 @@ def test_the_best_trees_are_chosen_by_measured_steps(
         return own if round_ == 2 else 10 * own
 
     monkeypatch.setattr(search, "step_seconds", seconds)
-    plan = TreePlan(short, {"exact": guesses, "T=0.1": guesses})
+    plan = TreePlan(exact=short, candidates={"exact": guesses, "T=0.1": guesses})
     eager = plan.timed(prompts, no_progress).candidates["T=0.1"]
     assert [item.tree for item in eager][:2] == [short, long]
     assert eager[0].tokens_per_second == pytest.approx(150.0)

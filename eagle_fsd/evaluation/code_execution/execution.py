@@ -38,10 +38,7 @@ class RunResult:
 
 @functools.cache
 def use_sandbox(unsafe: bool) -> bool:
-    """Return whether there is a sandbox.
-
-    Without one, raise OptionsError, or log a warning once if ``unsafe`` is set.
-    """
+    """Return whether there is a sandbox; if not, raise OptionsError unless ``unsafe`` is set."""
     try:
         check_sandbox()
     except SandboxError as error:
@@ -62,11 +59,10 @@ def use_sandbox(unsafe: bool) -> bool:
 def run_program(program: Program, sandboxed: bool = True, seconds: float = 10.0) -> RunResult:
     """Run an answer and its tests in two processes, each in a sandbox of its own.
 
-    The process of the answer receives its code and the arguments of each call, which are copies,
-    and sends the results. The process of the tests compares them and decides. Arguments and results
-    consist of built-in types. Answers may use the standard library only, and can write no files
-    and start no processes. ``seconds`` limit wall-clock and CPU time. Without a sandbox, only the
-    limits on time and memory apply.
+    The process of the answer receives its code and the arguments of each call, and sends the
+    results. The process of the tests compares them and decides. Both are copies that consist of
+    built-in types. ``seconds`` limit wall-clock and CPU time. Without a sandbox, only the limits on
+    time and memory apply.
     """
     limits = max(1, round(seconds)), _MAX_MEGABYTES
     with (
@@ -117,7 +113,6 @@ def _parse(verdict: str) -> RunResult:
 class CachedRunner:
     """Run each program once with :func:`run_program`, and cache its outcome in a file.
 
-    A program is not run again when an evaluation resumes or another method gives the same answer.
     Timeouts are not saved, because the machine may be less busy the next time.
     """
 

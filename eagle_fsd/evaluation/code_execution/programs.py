@@ -21,8 +21,8 @@ _CODE_START = re.compile(r"^(?:(?:from|import|def|async def|class|@\w+)\b|\w+ = 
 #: Maximum number of lines of an answer that are tried as the first line of code outside blocks.
 _MAX_STARTS = 20
 
-_DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DEFINITIONS = (*_FUNCTIONS, ast.Import, ast.ImportFrom, ast.ClassDef)
 
 
 def strip_reasoning(answer: str) -> str:
@@ -63,12 +63,7 @@ def _blocks(text: str) -> list[str]:
     return [textwrap.dedent(match["code"]) for match in _BLOCK.finditer(text)]
 
 
-def _parse(source: str) -> ast.Module | None:
-    """Parse a program; None if it is invalid."""
-    return _try_parse(source)[0]
-
-
-def _try_parse(source: str) -> tuple[ast.Module | None, int]:
+def _parse(source: str) -> tuple[ast.Module | None, int]:
     """Parse a program; where it is invalid, return None and the line of the error (0: unknown)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -82,13 +77,19 @@ def _try_parse(source: str) -> tuple[ast.Module | None, int]:
     return tree, 0
 
 
+def _statements(source: str) -> list[ast.stmt]:
+    """Return the statements of a program; none if it is invalid."""
+    tree, _ = _parse(source)
+    return tree.body if tree else []
+
+
 def _longest_part(before: str, code: str) -> str:
     """Return the longest run of lines at the beginning of ``code`` that parses after ``before``."""
     lines = code.rstrip().split("\n")
     offset, count = before.count("\n"), len(lines)
     while count > 0:
         part = "\n".join(lines[:count]) + "\n"
-        tree, line = _try_parse(before + part)
+        tree, line = _parse(before + part)
         if tree is not None:
             return part
         # The error would remain without the lines after it: drop all of them at once.
@@ -96,13 +97,11 @@ def _longest_part(before: str, code: str) -> str:
     return ""
 
 
-def _defined_names(node: ast.stmt) -> set[str]:
-    """Return the names that a statement defines."""
-    if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
-        return {node.name}
-    if isinstance(node, ast.Assign):
-        return {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return set()
+def _defined_names(*nodes: ast.stmt) -> set[str]:
+    """Return the names that statements define."""
+    names = {node.name for node in nodes if isinstance(node, (*_FUNCTIONS, ast.ClassDef))}
+    targets = (target for node in nodes if isinstance(node, ast.Assign) for target in node.targets)
+    return names | {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def _whole_function(text: str, prompt: str, entry: str) -> str | None:
@@ -120,23 +119,23 @@ def _whole_function(text: str, prompt: str, entry: str) -> str | None:
                 yield _longest_part("", text[start:])
 
     for code in candidates():
-        tree = _parse(code)
-        if tree is not None and any(entry in _defined_names(node) for node in tree.body):
-            helpers = "".join(_helpers(block, tree, entry) for block in _blocks(text))
+        body = _statements(code)
+        if entry in _defined_names(*body):
+            helpers = "".join(_helpers(block, body, entry) for block in _blocks(text))
             return _trim(_stub(prompt), helpers + code, entry)
     return None
 
 
-def _helpers(block: str, tree: ast.Module, entry: str) -> str:
-    """Return the definitions in ``block`` that ``tree`` uses but does not contain."""
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    used -= {name for node in tree.body for name in _defined_names(node)} | {entry}
-    other = _parse(block)
-    if other is None or not any(used & _defined_names(node) for node in other.body):
+def _helpers(block: str, body: list[ast.stmt], entry: str) -> str:
+    """Return the definitions in ``block`` that a program uses but does not contain."""
+    names = (node for item in body for node in ast.walk(item) if isinstance(node, ast.Name))
+    used = {node.id for node in names} - _defined_names(*body) - {entry}
+    other = _statements(block)
+    if not used & _defined_names(*other):
         return ""
     kept = [
         node
-        for node in other.body
+        for node in other
         if entry not in _defined_names(node)
         and (isinstance(node, _DEFINITIONS) or used & _defined_names(node))
     ]
@@ -157,12 +156,10 @@ def _completion(text: str, prompt: str, entry: str) -> str | None:
             indentation + part.lstrip(),  # the indentation of the first line was lost
             textwrap.indent(textwrap.dedent(part), indentation),
         )
-        for code in variants:
+        longest = (max((_longest_part(prompt, code) for code in variants), key=len),)
+        for code in (*(f"{code}\n" for code in variants), *longest):
             if _has_body(prompt + code, entry):
-                return _trim("", f"{prompt}{code}\n", entry)
-        longest = max((_longest_part(prompt, code) for code in variants), key=len)
-        if _has_body(prompt + longest, entry):
-            return _trim("", prompt + longest, entry)
+                return _trim("", prompt + code, entry)
     return None
 
 
@@ -179,11 +176,8 @@ def _indentation(prompt: str) -> str:
 
 def _has_body(source: str, entry: str) -> bool:
     """Return whether ``source`` defines ``entry`` with a body beyond a docstring."""
-    tree = _parse(source)
     functions = [
-        node
-        for node in (tree.body if tree else [])
-        if isinstance(node, _FUNCTIONS) and node.name == entry
+        node for node in _statements(source) if isinstance(node, _FUNCTIONS) and node.name == entry
     ]
     return bool(functions) and not all(
         isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
@@ -197,18 +191,16 @@ def _trim(before: str, code: str, entry: str) -> str:
     Definitions are kept. If statements are removed, imports from ``__future__`` are moved to the
     beginning.
     """
-    tree = _parse(code)
-    if tree is None:
-        return before + code
-    last = max(index for index, node in enumerate(tree.body) if entry in _defined_names(node))
+    body = _statements(code)
+    last = max((at for at, node in enumerate(body) if entry in _defined_names(node)), default=0)
     kept: list[ast.stmt] = []
     future: list[ast.stmt] = []
-    for index, node in enumerate(tree.body):
+    for index, node in enumerate(body):
         if isinstance(node, ast.ImportFrom) and node.module == "__future__":
             future.append(node)
         elif not _is_main_guard(node) and (index <= last or _is_definition(node)):
             kept.append(node)
-    if len(kept) == len(tree.body):
+    if len(kept) == len(body):
         return before + code
     try:
         imports, rest = (ast.unparse(ast.Module(nodes, [])) for nodes in (future, kept))

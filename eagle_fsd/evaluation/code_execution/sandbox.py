@@ -43,10 +43,7 @@ class SandboxError(OSError):
 
 @functools.cache
 def bubblewrap_command() -> tuple[str, ...]:
-    """Return the beginning of a command line that runs a program in a sandbox.
-
-    ``--seccomp`` and the program are missing.
-    """
+    """Return a command line of a sandbox, up to ``--seccomp`` and the program."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise FileNotFoundError("the command bwrap is not installed")
@@ -103,7 +100,7 @@ def start_child(
 
     Without a sandbox, only ``limits`` apply (CPU seconds and MiB of address space), and descendants
     that have changed their process group survive. ``descriptors`` are inherited and passed as the
-    last arguments. Raises OSError if the process cannot be started or there is no sandbox.
+    last arguments.
     """
     uid, inherited = 0, list(descriptors)
     with contextlib.ExitStack() as stack:

@@ -1,13 +1,11 @@
 """Measure how a drafter's distributions agree with its target's, as it is and with one change.
 
 The agreement at a position is the probability with which speculative sampling at temperature 1
-accepts a token drafted from ``q`` where the target has ``p`` (Leviathan et al., arXiv 2211.17192)::
-
-    agreement = sum_v min(p(v), q(v))
+accepts a token drafted from ``q`` where the target has ``p`` (Leviathan et al., arXiv 2211.17192),
+``sum_v min(p(v), q(v))``.
 
 Shape letters: ``S`` tokens of a sequence, ``T`` answer tokens of all sequences, ``K`` most likely
-tokens of the target, ``H`` hidden size of the target, ``D`` and ``V`` tokens of the draft's and the
-target's vocabulary.
+tokens of the target, ``H`` hidden size of the target, ``D`` tokens of the draft's vocabulary.
 """
 
 from __future__ import annotations
@@ -50,8 +48,8 @@ class Agreement:
     @torch.no_grad()
     def _states(self) -> list[dict[int, Tensor]]:
         """The hidden states of each sequence that any setting reads, ``[S, H]`` by index."""
-        target, reads = self.target, [self.drafter.reads, *other_reads(self.drafter, self.target)]
-        indices = sorted({LAST, *sum(reads, ())})
+        target, others = self.target, other_reads(self.drafter, self.target)
+        indices = sorted({LAST, *self.drafter.reads, *sum(others, ())})
         found = []
         for ids, _ in self._sequences:
             features = target.prefill(ids[None], 0, target.new_cache(1, len(ids)), indices)[0]
@@ -65,9 +63,7 @@ class Agreement:
         pairs = zip(self._sequences, self._states, strict=True)
         rows = torch.cat([states[LAST][start - 1 : -1] for (_, start), states in pairs])
         count = min(TOP_TOKENS, self.target.vocab_size)
-        parts = [
-            self.target.project(part).softmax(-1).topk(count, -1) for part in rows.split(CHUNK)
-        ]
+        parts = (self.target.project(part).softmax(-1).topk(count) for part in rows.split(CHUNK))
         values, indices = zip(*parts, strict=True)
         return torch.cat(values), torch.cat(indices)
 
@@ -81,7 +77,7 @@ class Agreement:
             if drafter.reads:
                 features = torch.cat([states[index] for index in drafter.reads], -1)[None, :-1]
                 tokens = tokens[:, 1:]
-            lengths = torch.zeros(1, dtype=torch.long, device=ids.device)
+            lengths = tokens.new_zeros(1)
             cache = drafter.new_cache(1, size)
             keys = cache.keys(size, ids.device)
             hidden = drafter.append(features, tokens, lengths, keys, cache)[0]
@@ -132,8 +128,7 @@ class Agreement:
     def with_estimated_map(self) -> Tensor:
         """Return the agreement, ``[T]``, with a vocabulary map estimated from the answers.
 
-        In each half of the answers, an entry of the draft's vocabulary is mapped to the token that
-        it coincides with most often in the other half, if any.
+        Each half of the answers is measured with the most frequent tokens of the other half.
         """
         best = torch.cat([log_probs.argmax(-1) for log_probs in self._drafts()])
         first = torch.arange(len(best), device=best.device) < len(best) // 2

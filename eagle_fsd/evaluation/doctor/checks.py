@@ -2,8 +2,6 @@
 
 The settings of a drafter are checked by changing one at a time: the change that raises the
 agreement most, and clearly, names the cause.
-
-Shape letters: ``S`` tokens of a text, ``T`` answer tokens of all sequences.
 """
 
 from __future__ import annotations
@@ -36,10 +34,9 @@ MIN_ERRORS = 3.0
 MIN_ESTIMATED, MIN_ESTIMATED_GAIN = 0.4, 0.2
 #: Another chat template must raise tau by this share.
 MIN_TAU_GAIN = 0.15
-#: Agreements up to this far above that of a constant prediction count as chance.
-CHANCE_MARGIN = 0.1
-#: Agreements below this one need further training.
-LOW_AGREEMENT = 0.5
+#: Agreements up to this far above that of a constant prediction count as chance; those below the
+#: other one need further training.
+CHANCE_MARGIN, LOW_AGREEMENT = 0.1, 0.5
 #: A draft vocabulary should cover this share of the answers.
 MIN_COVERAGE = 0.9
 #: Deeper trees help if more than this share of the steps accepts a whole path.
@@ -60,23 +57,23 @@ MIN_COUNT = 50
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check.
-
-    A ``problem`` must be repaired. A ``note`` explains a part of a low tau, and training or other
-    settings may help.
-    """
+    """The result of a check: a ``problem`` must be repaired, a ``note`` explains a low tau."""
 
     check: str
     level: Literal["ok", "note", "problem"]
     evidence: str  # in numbers
     step: str | None = None  # recommended
 
+    @classmethod
+    def note(cls, condition: bool, check: str, evidence: str, step: str) -> Finding:
+        """Return a note if a condition holds, and otherwise a finding without a step."""
+        return cls(check, "note", evidence, step) if condition else cls(check, "ok", evidence)
+
 
 def check_settings(measured: Measurements, agreement: Agreement) -> list[Finding]:
-    """Check all settings, in the order in which problems should be repaired.
+    """Check all settings in the order of repair and then, if they fit, the target.
 
-    If they are right, also check whether the drafter knows the target. Nothing is concluded from
-    fewer than :data:`MIN_COUNT` answer tokens.
+    Nothing is concluded from fewer than :data:`MIN_COUNT` answer tokens.
     """
     settings = find_settings(agreement.drafter, agreement.target)
     if agreement.own.isnan().any():
@@ -113,7 +110,7 @@ def _damage(agreement: Agreement, dtype: str) -> Finding:
 
 def _compare(agreement: Agreement, setting: DrafterSetting) -> tuple[float, Finding]:
     """Return by how much the best alternative raises the agreement, 0.0 if that is not clear."""
-    tried, before = {}, agreement.own
+    tried, own = {}, agreement.mean
     with suppress(torch.OutOfMemoryError):  # of weights in float32
         for name, changes in setting.alternatives:
             tried[name] = agreement.measure(*changes).nan_to_num(0.0)
@@ -122,20 +119,20 @@ def _compare(agreement: Agreement, setting: DrafterSetting) -> tuple[float, Find
         if (ids := agreement.drafter.token_ids) is not None:
             coverage = fmean(torch.isin(agreement.truth, ids).tolist())
             evidence += f", {coverage:.1%} of the answers"
-        if agreement.mean < 1.0 - MIN_ESTIMATED_GAIN:
+        if own < 1.0 - MIN_ESTIMATED_GAIN:
             guess = agreement.with_estimated_map()
-            if guess.mean() > max(MIN_ESTIMATED, agreement.mean + MIN_ESTIMATED_GAIN):
+            if guess.mean() > max(MIN_ESTIMATED, own + MIN_ESTIMATED_GAIN):
                 tried["a map estimated from the answers"] = guess
     if tried:
         name, after = max(tried.items(), key=lambda item: float(item[1].mean()))
-        share, gains = float(after.mean()), after - before
+        share, gains = float(after.mean()), after - agreement.own
         gain, error = float(gains.mean()), float(gains.std()) / math.sqrt(len(gains))
-        evidence += f"; agreement {agreement.mean:.1%}, {share:.1%} with {name}"
+        evidence += f"; agreement {own:.1%}, {share:.1%} with {name}"
         clear = gain > max(setting.min_gain, MIN_ERRORS * error)
         if clear and share > agreement.chance + CHANCE_MARGIN:
             return gain, Finding(setting.check, "problem", evidence, setting.step.format(name))
     step = "train a head with a larger draft vocabulary, counted on this kind of text"
-    return 0.0, _note_if(coverage < MIN_COVERAGE, setting.check, evidence, step)
+    return 0.0, Finding.note(coverage < MIN_COVERAGE, setting.check, evidence, step)
 
 
 def check_template(measured: Measurements) -> Finding:
@@ -160,11 +157,22 @@ def check_template(measured: Measurements) -> Finding:
             evidence = f"tau {fmean(before):.2f}, {fmean(after):.2f} with {name}"
     if unknown := unknown_markers(own, tokenizer):
         evidence += f"; {', '.join(unknown)} not in the target's vocabulary"
-    error = math.hypot(_standard_error(before), _standard_error(best))
+    error = math.hypot(
+        *(
+            stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+            for values in (before, best)
+        )
+    )
     if fmean(best) - fmean(before) > max(MIN_TAU_GAIN * fmean(before), MIN_ERRORS * error):
         return Finding("chat template", "problem", evidence, step)
     step = "check the chat_template of the target's tokenizer, or pass --conv-template"
-    return _note_if(bool(unknown), "chat template", evidence, step)
+    return Finding.note(bool(unknown), "chat template", evidence, step)
+
+
+def _variety(answers: Sequence[MeasuredAnswer]) -> float:
+    """Return the share of distinct pairs of tokens in an answer, averaged."""
+    pairs = (list(pairwise(answer.ids[answer.start :].tolist())) for answer in answers)
+    return fmean([len(set(found)) / len(found) for found in pairs if found] or [0.0])
 
 
 def _target(agreement: Agreement) -> Finding:
@@ -175,7 +183,7 @@ def _target(agreement: Agreement) -> Finding:
         step = "train the drafter further, or use one that was trained for this target and its"
         return Finding("target", "problem", evidence, f"{step} tokenizer, if only its shapes fit")
     step = "train the drafter further, on the target's own answers (--regenerate)"
-    return _note_if(share < LOW_AGREEMENT, "target", evidence, step)
+    return Finding.note(share < LOW_AGREEMENT, "target", evidence, step)
 
 
 def check_length(measured: Measurements) -> Finding:
@@ -191,7 +199,7 @@ def check_length(measured: Measurements) -> Finding:
     variance = sum(row["agreement"] * (1.0 - row["agreement"]) / row["tokens"] for row in ends)
     falls = first - last > max(MAX_LENGTH_DROP, MIN_ERRORS * math.sqrt(variance))
     step = "train the drafter on longer chats (--max-length)"
-    return _note_if(falls, "context length", evidence, step)
+    return Finding.note(falls, "context length", evidence, step)
 
 
 def check_depth(measured: Measurements) -> Finding:
@@ -205,31 +213,25 @@ def check_depth(measured: Measurements) -> Finding:
     evidence = f"accepted {first:.1%} at depth 1, {later:.1%} from depth 3 on"
     falls = isinstance(measured.model.drafter, DraftHead) and later < MIN_DEEP_RATIO * first
     step = "train the head on its own outputs: eagle-fsd train --unroll 3"
-    return _note_if(falls, "depth", evidence, step)
+    return Finding.note(falls, "depth", evidence, step)
 
 
 def check_speed(measured: Measurements) -> list[Finding]:
     """Report if drafting costs more than it gains."""
-    answers = measured.short
-    slow = sum(answer.slower_than_plain for answer in answers)
-    if 2 * slow <= len(answers):
+    slow, count = sum(answer.slower_than_plain for answer in measured.short), len(measured.short)
+    if 2 * slow <= count:
         return []
-    evidence = f"plain decoding would be faster in {slow} of {len(answers)} answers"
+    evidence = f"plain decoding would be faster in {slow} of {count} answers"
     step = "draft fewer tokens: --draft-vocabulary, after eagle-fsd train ranks, or smaller trees"
     return [Finding("speed", "note", evidence, f"{step} (eagle-fsd tune)")]
 
 
 def check_gate(measured: Measurements) -> list[Finding]:
-    """Report if FSD can hardly accept more than lossless decoding does.
-
-    The threshold is the pair's, or else :data:`PROBED_THRESHOLD`.
-    """
+    """Report if FSD can hardly accept more than lossless decoding, at the pair's or a usual T."""
     threshold = measured.model.acceptance.threshold or PROBED_THRESHOLD
     message = describe_closed_gate(measured.divergences, threshold)
-    if message is None:
-        return []
     step = "train the drafter further; until then, decode losslessly (--threshold 0)"
-    return [Finding("gate", "note", message, step)]
+    return [] if message is None else [Finding("gate", "note", message, step)]
 
 
 def check_tree(measured: Measurements) -> Finding:
@@ -241,7 +243,7 @@ def check_tree(measured: Measurements) -> Finding:
     step = f"try trees deeper than --depth {depth}"
     if longest < depth + 1:
         step = f"try trees larger than --total-tokens {nodes}"
-    return _note_if(full > MAX_FULL_STEPS, "tree", evidence, step)
+    return Finding.note(full > MAX_FULL_STEPS, "tree", evidence, step)
 
 
 @torch.no_grad()
@@ -273,20 +275,4 @@ def check_training_text(target: Target, texts: Sequence[tuple[Tensor, Tensor]]) 
         f" {excess:+.2f} nats per token compared with its own samples"
     )
     step = "train on the target's own answers: eagle-fsd train regenerate rewrites the chats"
-    return _note_if(excess > MAX_EXCESS, "training text", evidence, step)
-
-
-def _note_if(condition: bool, check: str, evidence: str, step: str) -> Finding:
-    """Return a note if a condition holds, and otherwise a finding without a step."""
-    return Finding(check, "note", evidence, step) if condition else Finding(check, "ok", evidence)
-
-
-def _variety(answers: Sequence[MeasuredAnswer]) -> float:
-    """Return the share of distinct pairs of tokens in an answer, averaged."""
-    pairs = (list(pairwise(answer.ids[answer.start :].tolist())) for answer in answers)
-    return fmean([len(set(found)) / len(found) for found in pairs if found] or [0.0])
-
-
-def _standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean."""
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return Finding.note(excess > MAX_EXCESS, "training text", evidence, step)

@@ -10,15 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from eagle_fsd.evaluation.doctor.checks import (
-    check_depth,
-    check_gate,
-    check_length,
-    check_settings,
-    check_speed,
-    check_training_text,
-    check_tree,
-)
+from eagle_fsd.evaluation.doctor import checks
 from eagle_fsd.evaluation.doctor.measurements import Measurements, complete_steps
 from eagle_fsd.evaluation.doctor.templates import RAW
 from eagle_fsd.model.pipeline import EagleFSD
@@ -54,8 +46,8 @@ def diagnose(
 
     The result is JSON-serializable; problems should be repaired in the order of its ``findings``.
     Without a chat template, messages are a line each. For ``training_texts``, see
-    :func:`check_training_text`. Raises ValueError if no question leaves room for an answer, or the
-    chat template rejects one.
+    :func:`~eagle_fsd.evaluation.doctor.checks.check_training_text`. Raises ValueError if no
+    question leaves room for an answer, or the chat template rejects one.
     """
     acceptance, certificate = model.acceptance, model.certificate_for(model.acceptance)
     model = copy(model)
@@ -68,11 +60,12 @@ def diagnose(
     findings, agreement = [], measured.agreement
     if agreement is not None:
         with progress("testing causes"):
-            findings = check_settings(measured, agreement)
+            findings = checks.check_settings(measured, agreement)
             if training_texts:
-                findings.append(check_training_text(model.target, training_texts))
-        findings += [check_length(measured), check_depth(measured), *check_gate(measured)]
-    findings += [*check_speed(measured), check_tree(measured)]
+                findings.append(checks.check_training_text(model.target, training_texts))
+        findings += [checks.check_length(measured), checks.check_depth(measured)]
+        findings += checks.check_gate(measured)
+    findings += [*checks.check_speed(measured), checks.check_tree(measured)]
     steps = {finding.level: finding.step for finding in reversed(findings)}
     return {
         "drafter": type(model.drafter).__name__,

@@ -1,7 +1,4 @@
-"""Decode questions with a pair, and count what was accepted.
-
-Shape letters: ``S`` tokens of a sequence.
-"""
+"""Decode questions with a pair, and count what was accepted."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ FIRST_LENGTHS = 128
 class MeasuredAnswer:
     """A prompt and the target's greedy answer to it."""
 
-    ids: Tensor  # [S]
+    ids: Tensor  # [S] of both
     start: int  # number of prompt tokens
     accepted: list[int]  # number of tokens that each step emitted
     slower_than_plain: bool = False  # see DecodeStats
@@ -105,8 +102,8 @@ class Measurements:
         answers = []
         for item in sorted(found, key=lambda item: item.index):
             prompt, (accepted,) = prompts[item.index], item.stats.accepted
-            ids = torch.cat([prompt, prompt.new_tensor(item.tokens)])
-            ids, slower = ids.to(model.target.device), item.stats.slower_than_plain
+            ids = torch.cat([prompt, prompt.new_tensor(item.tokens)]).to(model.target.device)
+            slower = item.stats.slower_than_plain
             answers.append(MeasuredAnswer(ids, len(prompt), accepted, slower))
         return answers
 
@@ -137,10 +134,7 @@ class Measurements:
 
     @cached_property
     def by_length(self) -> list[dict[str, Any]]:
-        """Tau and agreement at contexts of ``first`` to ``last`` tokens.
-
-        ``tokens`` is the number of answer tokens before which the agreement is known.
-        """
+        """Tau and agreement, over ``tokens`` answer tokens, by the context length before them."""
         steps, hits = [], []
         for answer in (*self.short, *self.long):
             position = answer.start
@@ -163,7 +157,7 @@ class Measurements:
 
     @cached_property
     def by_depth(self) -> list[dict[str, Any]]:
-        """For each depth, the steps that drafted a token there, and the share that accepted it.
+        """The steps that drafted a token at each depth, and the share that accepted it.
 
         The latter is EAGLE's n-alpha (arXiv 2401.15077, section 4.1).
         """
@@ -176,8 +170,5 @@ class Measurements:
 
 
 def complete_steps(answers: Sequence[MeasuredAnswer]) -> list[int]:
-    """Return accepted lengths without the last step of each answer, unless it is the only one.
-
-    The last step may have been cut off.
-    """
+    """Return accepted lengths without each answer's last step, which may have been cut off."""
     return [length for answer in answers for length in answer.accepted[:-1] or answer.accepted]

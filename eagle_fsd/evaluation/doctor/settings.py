@@ -21,11 +21,10 @@ Change = tuple[Any, str, Any]
 #: Names for a sentence, with what to change. They may be created one by one.
 Alternatives = Iterable[tuple[str, Sequence[Change]]]
 
-#: By how much the agreement must rise, as a share of 1.
-MIN_GAIN = 0.03
-#: The same for other hidden states. Neighboring layers have similar states, so that numbering the
-#: layers wrongly by one costs the bundled EAGLE-3 head 1 to 2 %.
-MIN_READS_GAIN = 0.005
+#: By how much the agreement must rise, as a share of 1; the second one is for other hidden states.
+#: Neighboring layers have similar states, so that numbering the layers wrongly by one costs the
+#: bundled EAGLE-3 head 1 to 2 %.
+MIN_GAIN, MIN_READS_GAIN = 0.03, 0.005
 #: Bases of the rotary embedding in published models.
 THETAS = (10_000.0, 500_000.0, 1_000_000.0, 10_000_000.0)
 #: By how much the layer ids of EAGLE-3 heads differ between conventions, and one more.
@@ -94,12 +93,11 @@ def map_change(drafter: LevelDrafter, token_ids: Tensor) -> Change:
 def other_reads(drafter: LevelDrafter, target: Target) -> list[tuple[int, ...]]:
     """Return the hidden states that a head could read instead of its own."""
     own, layers = drafter.reads, len(target.layers)
+    found: list[tuple[int, ...]] = [(LAST,), (layers - 1,), (layers - 2,)]
     if isinstance(drafter, Eagle3Head):
         found = [tuple(index + shift for index in own) for shift in SHIFTS]
         found = [reads for reads in found if min(reads) >= 0 and max(reads) < layers]
         found.append(default_reads(layers))
-    else:
-        found = [(LAST,), (layers - 1,), (layers - 2,)]
     return [reads for reads in dict.fromkeys(found) if reads != own and len(reads) == len(own)]
 
 
@@ -133,23 +131,6 @@ def _reordered(weights: Sequence[Tensor], order: Sequence[int]) -> list[Change]:
     return found
 
 
-def _other_ropes(
-    places: Sequence[tuple[nn.Module, str, Any]], own: dict[str, Any], target: dict[str, Any]
-) -> Alternatives:
-    """Try the bases of published models, and the target's RoPE."""
-    ropes = [
-        {"rope_type": "default", "rope_theta": theta} for theta in (*THETAS, own["rope_theta"])
-    ]
-    ropes += [target] if target else []
-    others = {_describe_rope(rope): rope for rope in ropes}
-    others.pop(_describe_rope(own), None)
-    factor = "partial_rotary_factor"  # a property of the layers
-    kept = {factor: own[factor]} if factor in own else {}
-    for name, rope in others.items():
-        rope = {**rope, **kept}
-        yield name, [(parent, child, _with_rope(module, rope)) for parent, child, module in places]
-
-
 def _describe_reads(reads: Sequence[int]) -> str:
     """Describe hidden states, as in ``"the inputs of layers 2, 7, 11"``."""
     if tuple(reads) == (LAST,):
@@ -158,14 +139,14 @@ def _describe_reads(reads: Sequence[int]) -> str:
     return f"the inputs of layers {layers}" if len(reads) > 1 else f"the input of layer {layers}"
 
 
-def _describe_rope(rope: Mapping[str, Any]) -> str:
-    """Describe RoPE parameters, as in ``"theta 500000, llama3 times 8"``."""
-    text = f"theta {rope['rope_theta']:.10g}"
-    if (kind := rope.get("rope_type", "default")) != "default":
-        text += f", {kind}"
-        if "factor" in rope:
-            text += f" times {rope['factor']:g}"
-    return text
+def _rotary_embeddings(network: nn.Module | None) -> list[Change]:
+    """Return the parent, the name and the module of every rotary embedding."""
+    return [
+        (parent, name, module)
+        for parent in (network.modules() if network is not None else ())
+        for name, module in parent.named_children()
+        if "RotaryEmbedding" in type(module).__name__ and _rope(getattr(module, "config", None))
+    ]
 
 
 def _rope(config: Any) -> dict[str, Any]:
@@ -175,14 +156,27 @@ def _rope(config: Any) -> dict[str, Any]:
     return dict(found) if "rope_theta" in found else {}
 
 
-def _rotary_embeddings(network: nn.Module | None) -> list[tuple[nn.Module, str, Any]]:
-    """Return the parent, the name and the module of every rotary embedding."""
-    return [
-        (parent, name, module)
-        for parent in (network.modules() if network is not None else ())
-        for name, module in parent.named_children()
-        if "RotaryEmbedding" in type(module).__name__ and _rope(getattr(module, "config", None))
+def _describe_rope(rope: Mapping[str, Any]) -> str:
+    """Describe RoPE parameters, as in ``"theta 500000, llama3 times 8"``."""
+    text = f"theta {rope['rope_theta']:.10g}"
+    if (kind := rope.get("rope_type", "default")) != "default":
+        text += f", {kind}" + (f" times {rope['factor']:g}" if "factor" in rope else "")
+    return text
+
+
+def _other_ropes(
+    places: Sequence[Change], own: dict[str, Any], target: dict[str, Any]
+) -> Alternatives:
+    """Try the bases of published models, and the target's RoPE."""
+    ropes = [
+        {"rope_type": "default", "rope_theta": theta} for theta in (*THETAS, own["rope_theta"])
     ]
+    others = {_describe_rope(rope): rope for rope in [*ropes, *([target] if target else [])]}
+    others.pop(_describe_rope(own), None)
+    # The rotated part of a head is a property of the layers.
+    kept = {key: own[key] for key in ("partial_rotary_factor",) if key in own}
+    for name, rope in others.items():
+        yield name, [(parent, key, _with_rope(old, rope | kept)) for parent, key, old in places]
 
 
 def _with_rope(module: Any, rope: dict[str, Any]) -> nn.Module:

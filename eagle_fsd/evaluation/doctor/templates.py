@@ -38,16 +38,13 @@ class TurnTemplate:
 
     def render(self, chat: Chat, add_generation_prompt: bool = False) -> str:
         """See :meth:`~eagle_fsd.utils.chat_templates.ChatTemplate.render`."""
-        messages = [*chat, {"role": "assistant", "content": ""}] if add_generation_prompt else chat
+        roles = {"assistant": self.assistant}
         turns = [
-            self.turn.format(
-                role=self.assistant if message["role"] == "assistant" else message["role"],
-                content=message["content"],
-            )
-            for message in messages
+            self.turn.format(role=roles.get(item["role"], item["role"]), content=item["content"])
+            for item in chat
         ]
         if add_generation_prompt:
-            turns[-1] = turns[-1].removesuffix(self.turn.partition("{content}")[2])
+            turns.append(self.turn.partition("{content}")[0].format(role=self.assistant))
         return "".join([self.start, *turns])
 
 

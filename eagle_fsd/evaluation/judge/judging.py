@@ -74,10 +74,7 @@ def judgment_file(out: str | Path, judge: str, mode: Literal["single", "pair"]) 
 def judged_turns(
     questions: Sequence[Question], *records: Sequence[Record]
 ) -> Iterator[tuple[Question, int, list[list[str]], list[str]]]:
-    """Yield each turn to judge, from 1, with all turns of every method's answer, and their ids.
-
-    Questions without an answer of every method are skipped.
-    """
+    """Yield each turn to judge, from 1, with all turns of every method's answer, and their ids."""
     by_id = [{record["question_id"]: record for record in found} for found in records]
     for question in questions:
         if all(question.question_id in found for found in by_id):
@@ -164,10 +161,7 @@ def judge_answers(
     parallel: int = 4,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Record]:
-    """Rate the first two turns of every method's answers, and return the lines, see :func:`ask`.
-
-    FastChat has no prompt for further turns. Empty answers are judged like any other.
-    """
+    """Rate the first two turns of every method's answers, and return the lines, see :func:`ask`."""
     prompts, judge = JudgePrompts.load(questions), endpoint.model
     tasks = []
     for model, found in records.items():
@@ -205,8 +199,7 @@ def judge_pairs(
 ) -> list[Record]:
     """Compare the first two turns of all answers with those of a reference, see :func:`ask`.
 
-    ``records`` holds the answers of each method, the reference's included. Identical answers are
-    ties without asking. Returns the lines, in which ``model_1`` is the method.
+    ``records`` include the reference's. Returns the lines, in which ``model_1`` is the method.
     """
     prompts, judge = JudgePrompts.load(questions), endpoint.model
     tasks, replies = [], {}
@@ -256,9 +249,8 @@ def pair_summary(comparisons: Sequence[Record], confidence: float) -> dict[str, 
     """Summarize the comparisons of each method.
 
     The turns of a question count as one: the method wins if it wins more of them than it loses. A
-    question is ``unclear`` if any of its comparisons has no outcome. ``loss_limit`` is an exact
-    upper limit on the share of questions lost minus that of questions won, in which unclear
-    questions count as lost.
+    question is ``unclear`` if any of its comparisons has no outcome; in ``loss_limit``, an exact
+    upper limit on the share lost minus that won, it counts as lost.
     """
     outcomes: dict[str, dict[int | str, list[int | None]]] = defaultdict(lambda: defaultdict(list))
     for line in comparisons:

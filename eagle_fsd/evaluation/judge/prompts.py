@@ -1,9 +1,8 @@
 """Fill FastChat's prompts for judges, and read ratings from the replies.
 
-The prompts and the reference answers are FastChat's own files, found like question sets (see
-:mod:`eagle_fsd.evaluation.questions.sets`). Reference answers belong to MT-bench and are looked up
-by ``question_id``. A custom set whose math, reasoning or coding questions reuse MT-bench's ids is
-therefore judged with MT-bench's reference answers.
+The prompts and the reference answers are FastChat's own files, found like question sets. Reference
+answers belong to MT-bench and are looked up by ``question_id``: a custom set whose math, reasoning
+or coding questions reuse MT-bench's ids is judged with them.
 """
 
 from __future__ import annotations
@@ -69,11 +68,7 @@ class JudgePrompts:
 
     @classmethod
     def load(cls, questions: Sequence[Question]) -> JudgePrompts:
-        """Read the files in the data folder, downloading missing ones.
-
-        Reference answers are only read if a question's category requires them. Raises
-        QuestionSetError or JudgeError if a file is missing or invalid.
-        """
+        """Read the files, downloading missing ones, and reference answers only if required."""
         templates = _rows_by_key(fetch(JUDGE_PROMPTS), "name")
         if not any(question.category in REFERENCE_CATEGORIES for question in questions):
             return cls(templates, {})
@@ -88,9 +83,8 @@ class JudgePrompts:
     def fill(self, question: Question, turn: int, *answers: Sequence[str]) -> JudgePrompt:
         """Fill the prompt that rates one answer, or compares those of assistants A and B.
 
-        Each answer has all turns up to ``turn``, which is 1 or 2. Without a reference answer, the
-        prompt without a reference is used. FastChat's prompts have no field for messages before the
-        first turn: they are put before the prompt.
+        Each answer has all turns up to ``turn``, which is 1 or 2. FastChat's prompts have no field
+        for messages before the first turn: they are put before the prompt.
         """
         single = len(answers) == 1
         turns: dict[str, Sequence[str]] = {"question": question.turns}

@@ -14,7 +14,9 @@ import keyword
 import tarfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -98,21 +100,12 @@ def bundled_questions(count: int, seed: int = 0) -> list[Question]:
 
 
 def bundled_edits(count: int, seed: int = 0) -> list[Question]:
-    """Generate chats whose answers largely repeat each other: one problem about several people.
-
-    The problems belong to the split that the bundled pair was not trained on. The number is the
-    same in all turns.
-    """
-    return [
-        Question(
-            index,
-            "bundled-edits",
-            tuple(problem.question for problem in versions),
-            "number",
-            str(versions[-1].final),
-        )
-        for index, versions in enumerate(edited_problems("test", count, seed=seed))
-    ]
+    """Generate chats whose answers largely repeat each other: one problem about several people."""
+    found = []
+    for index, versions in enumerate(edited_problems("test", count, seed=seed)):
+        turns = tuple(problem.question for problem in versions)
+        found.append(Question(index, "bundled-edits", turns, "number", str(versions[-1].final)))
+    return found
 
 
 def _validate(question: Question, previous: Collection[int | str]) -> None:
@@ -126,11 +119,10 @@ def _validate(question: Question, previous: Collection[int | str]) -> None:
             ("a string", "integers") if isinstance(key, str) else ("an integer", "strings")
         )
         raise ValueError(f"question id {key!r} is {this}, but the ids before it are {others}")
-    texts = [question.category, str(key), *question.turns]
-    texts += [text for message in question.context for text in message]
-    texts += [question.answer or "", question.reference or ""]
+    context = chain.from_iterable(question.context)
+    texts = [str(key), question.answer or "", question.reference or "", *question.turns, *context]
     try:
-        "".join(texts).encode()
+        "".join([question.category, *texts]).encode()
     except UnicodeEncodeError as error:
         raise ValueError("a string contains a lone surrogate") from error
 
@@ -146,13 +138,11 @@ def _text_rows(path: Path) -> Iterator[LocatedRow]:
     """Yield the lines of a text file as prompts."""
     for number, line in enumerate(_read_text(path).split("\n"), 1):
         location = f"{path}, line {number}"
-        if line.lstrip().startswith("{"):
-            try:
-                json.loads(line)
-            except (ValueError, RecursionError):
-                pass
-            else:
-                raise QuestionError(f"{location}: a JSON object; rename the file to .jsonl")
+        is_object = False
+        with suppress(ValueError, RecursionError):
+            is_object = isinstance(json.loads(line), dict)
+        if is_object:
+            raise QuestionError(f"{location}: a JSON object; rename the file to .jsonl")
         if line.strip():
             yield location, {"prompt": line}
 
@@ -217,10 +207,8 @@ def _mmlu_rows(file: Iterable[str], path: Path) -> Iterator[LocatedRow]:
         if len(row) != 6:
             raise QuestionError(f"{location}: MMLU rows have 6 columns; got {len(row)}")
         question, *choices, answer = row
-        yield (
-            location,
-            {"question": question, "choices": choices, "answer": answer, "subject": subject},
-        )
+        fields = {"question": question, "choices": choices, "answer": answer, "subject": subject}
+        yield location, fields
 
 
 def _find_format(row: dict[str, Any]) -> Format:
@@ -235,14 +223,18 @@ def _find_format(row: dict[str, Any]) -> Format:
     )
 
 
+def _require(condition: object, message: str) -> None:
+    """Raise ValueError unless a condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
 def _string(row: dict[str, Any], name: str, allow_blank: bool = False) -> str:
     """Return a field that must be a string."""
     value = row[name]
-    if not isinstance(value, str):
-        raise ValueError(f'"{name}" must be a string')
-    if not allow_blank and not value.strip():
-        raise ValueError(f'"{name}" must not be blank')
-    return value
+    _require(isinstance(value, str), f'"{name}" must be a string')
+    _require(allow_blank or value.strip(), f'"{name}" must not be blank')
+    return str(value)
 
 
 def _optional_string(row: dict[str, Any], name: str) -> str | None:
@@ -252,37 +244,34 @@ def _optional_string(row: dict[str, Any], name: str) -> str | None:
 
 def _id(row: dict[str, Any], name: str) -> int | str:
     """Return a field that must be an integer or a string."""
-    key = row[name]
-    if isinstance(key, bool) or not isinstance(key, (int, str)):
-        raise ValueError(f'"{name}" must be an integer or a string')
+    key: int | str = row[name]
+    is_id = isinstance(key, (int, str)) and not isinstance(key, bool)
+    _require(is_id, f'"{name}" must be an integer or a string')
     return key
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    """Return whether a value is a list of instances of a type."""
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
 
 
 def _check_choices(choices: Any, kind: type, name: str) -> None:
     """Raise ValueError unless ``choices`` is a list of 2 to 5 values of type ``kind``."""
-    if (
-        not isinstance(choices, list)
-        or not all(isinstance(item, kind) for item in choices)
-        or not 2 <= len(choices) <= len(LETTERS)
-    ):
-        raise ValueError(f'"choices" must be a list of 2 to {len(LETTERS)} {name}')
+    fits = _is_list(choices, kind) and 2 <= len(choices) <= len(LETTERS)
+    _require(fits, f'"choices" must be a list of 2 to {len(LETTERS)} {name}')
 
 
 def _multi_turn(row: dict[str, Any], _: int) -> Question:
     """Convert a row of MT-bench or Spec-Bench."""
     turns = row["turns"]
-    if (
-        not isinstance(turns, list)
-        or not turns
-        or not all(isinstance(turn, str) and turn.strip() for turn in turns)
-    ):
-        raise ValueError('"turns" must be a non-empty list of non-blank strings')
+    fits = _is_list(turns, str) and turns and all(map(str.strip, turns))
+    _require(fits, '"turns" must be a non-empty list of non-blank strings')
     # MT-bench has a reference per turn; Spec-Bench has a list of references in some rows.
     reference = row.get("reference")
     while isinstance(reference, list):
         reference = reference[0] if reference else None
-    if not isinstance(reference, (str, type(None))):
-        raise ValueError('"reference" must be a string or a list of strings')
+    fits = isinstance(reference, (str, type(None)))
+    _require(fits, '"reference" must be a string or a list of strings')
     category = _optional_string(row, "category") or "general"
     return Question(_id(row, "question_id"), category, tuple(turns), reference=reference)
 
@@ -295,7 +284,7 @@ def _own_question(row: dict[str, Any], index: int, turn: str, **fields: Any) -> 
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
         answer = str(answer)
     if answer is not None and (not isinstance(answer, str) or not answer.strip()):
-        raise ValueError('"answer" must be a number or a string that is not blank')
+        raise ValueError(NO_ANSWER)
     question = Question(key, category, (turn,), answer=answer, extra=row, **fields)
     return question if answer is None else default_grader(answer).apply(question)
 
@@ -308,27 +297,25 @@ def _prompt(row: dict[str, Any], index: int) -> Question:
 def _messages(row: dict[str, Any], index: int) -> Question:
     """Convert a chat whose last message is answered."""
     messages = row["messages"]
-    if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
-        raise ValueError('"messages" must be a list of objects')
+    _require(_is_list(messages, dict), '"messages" must be a list of objects')
     for message in messages:
-        if message.get("role") not in ROLES or not isinstance(message.get("content"), str):
-            raise ValueError(
-                'each of "messages" must have a "role" (system, user or assistant) and a string'
-                ' "content"'
-            )
-    if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
-        raise ValueError(
-            'the last of "messages" must be a user\'s and not blank; the correct answer, if there'
-            ' is one, goes into "answer"'
+        _require(
+            message.get("role") in ROLES and isinstance(message.get("content"), str),
+            'each of "messages" must have a "role" (system, user or assistant) and a string'
+            ' "content"',
         )
+    _require(
+        messages and messages[-1]["role"] == "user" and messages[-1]["content"].strip(),
+        'the last of "messages" must be a user\'s and not blank; the correct answer, if there is'
+        ' one, goes into "answer"',
+    )
     context = tuple((message["role"], message["content"]) for message in messages[:-1])
     return _own_question(row, index, messages[-1]["content"], context=context)
 
 
 def _question(row: dict[str, Any], index: int) -> Question:
     """Convert a question with its correct answer."""
-    if row["answer"] is None:
-        raise ValueError('"answer" must be a number or a string that is not blank')
+    _require(row["answer"] is not None, NO_ANSWER)
     return _own_question(row, index, _string(row, "question"))
 
 
@@ -340,11 +327,10 @@ def _gsm8k(row: dict[str, Any], index: int) -> Question:
         number_value(number)
     except ValueError as error:
         raise ValueError('"answer" must end in "#### N" with a number N') from error
-    turn = (
-        f"{question}\nWork it out step by step and end with a line that says #### and then"
-        " the number alone."
+    request = (
+        "Work it out step by step and end with a line that says #### and then the number alone."
     )
-    return Question(index, "gsm8k", (turn,), "number", number, solution)
+    return Question(index, "gsm8k", (f"{question}\n{request}",), "number", number, solution)
 
 
 def _commonsense_qa(row: dict[str, Any], _: int) -> Question:
@@ -353,11 +339,10 @@ def _commonsense_qa(row: dict[str, Any], _: int) -> Question:
     _check_choices(listed, dict, "objects")
     choices = [(_string(item, "label"), _string(item, "text", allow_blank=True)) for item in listed]
     labels = [label for label, _ in choices]
-    if len(set(labels)) < len(labels) or not set(labels) <= set(LETTERS):
-        raise ValueError(f'the labels of "choices" must be distinct letters of {LETTERS}')
+    fits = len(set(labels)) == len(labels) and set(labels) <= set(LETTERS)
+    _require(fits, f'the labels of "choices" must be distinct letters of {LETTERS}')
     answer = _string(row, "answerKey")
-    if answer not in labels:
-        raise ValueError(f'"answerKey" must be the label of a choice; got {answer[:20]!r}')
+    _require(answer in labels, f'"answerKey" must be the label of a choice; got {answer[:20]!r}')
     turn = _multiple_choice_prompt(_string(question, "stem"), choices)
     return Question(_id(row, "id"), "commonsense-qa", (turn,), "letter", answer)
 
@@ -368,14 +353,13 @@ def _mmlu(row: dict[str, Any], index: int) -> Question:
     choices = list(zip(LETTERS, row["choices"], strict=False))
     letters = [letter for letter, _ in choices]
     answer = row["answer"]
-    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
-        letter = letters[answer]
-    elif isinstance(answer, str) and answer.strip() in letters:
-        letter = answer.strip()
-    else:
-        raise ValueError(
-            f'"answer" must be the letter or the index of a choice; got {repr(answer)[:20]}'
-        )
+    if type(answer) is int and 0 <= answer < len(letters):
+        answer = letters[answer]
+    letter = answer.strip() if isinstance(answer, str) else ""
+    _require(
+        letter in letters,
+        f'"answer" must be the letter or the index of a choice; got {repr(answer)[:20]}',
+    )
     turn = _multiple_choice_prompt(_string(row, "question", allow_blank=True), choices)
     category = _optional_string(row, "subject") or "mmlu"
     return Question(index, category, (turn,), "letter", letter)
@@ -390,8 +374,8 @@ def _multiple_choice_prompt(stem: str, choices: list[tuple[str, str]]) -> str:
 def _human_eval(row: dict[str, Any], _: int) -> Question:
     """Convert a row of HumanEval."""
     prompt, entry_point = _string(row, "prompt"), _string(row, "entry_point")
-    if not entry_point.isidentifier() or keyword.iskeyword(entry_point):
-        raise ValueError(f'"entry_point" must be the name of a function; got {entry_point[:20]!r}')
+    fits = entry_point.isidentifier() and not keyword.iskeyword(entry_point)
+    _require(fits, f'"entry_point" must be the name of a function; got {entry_point[:20]!r}')
     turn = (
         "Complete this Python function. Answer with the whole function in one code block.\n\n"
         f"```python\n{prompt.rstrip()}\n```"
@@ -411,14 +395,14 @@ def _ifeval(row: dict[str, Any], _: int) -> Question:
     """Convert a row of IFEval, whose category is that of its first instruction."""
     names, options = row["instruction_id_list"], row["kwargs"]
     for name, value, kind in (("instruction_id_list", names, str), ("kwargs", options, dict)):
-        if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
-            raise ValueError(f'"{name}" must be a list of {kind.__name__} values')
-    if not names or len(names) != len(options):
-        raise ValueError('"kwargs" must have an item for each of "instruction_id_list"')
+        _require(_is_list(value, kind), f'"{name}" must be a list of {kind.__name__} values')
+    fits = names and len(names) == len(options)
+    _require(fits, '"kwargs" must have an item for each of "instruction_id_list"')
     category = names[0].partition(":")[0]
     return Question(_id(row, "key"), category, (_string(row, "prompt"),), "instructions", extra=row)
 
 
+NO_ANSWER = '"answer" must be a number or a string that is not blank'
 #: Roles of messages in users' files.
 ROLES = ("system", "user", "assistant")
 

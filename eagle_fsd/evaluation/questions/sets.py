@@ -150,9 +150,8 @@ def requested_questions(
 ) -> list[Question]:
     """Return the questions of a request, with its grader, system prompt and worked examples.
 
-    The worked examples are the set's first questions with one turn and an answer. They precede
-    every question as a user's and an assistant's message, and are not asked themselves. ``skip``
-    leaves out the questions that a request with so large a ``count`` selects.
+    The worked examples are the set's first questions with one turn and an answer, which are not
+    asked. ``skip`` leaves out the questions that a request with so large a ``count`` selects.
     """
     grader = find_grader(request.grader) if request.grader else None
     name, shots = request.questions, request.few_shot or 0
@@ -205,10 +204,9 @@ def _with_context(
 def balanced_subset(questions: Sequence[Question], count: int | None) -> list[Question]:
     """Select questions evenly across categories, without randomness.
 
-    The categories are taken in turns, each with its next question, and skipped once they have none
-    left. Their order is fixed, so that a larger ``count`` selects the same questions and more, and
-    spaces them out: if there are more categories than questions to select, these do not come from
-    the first categories only.
+    The categories are taken in turns, each with its next question, in a fixed order that spaces
+    them out: a larger ``count`` selects the same questions and more, and a small one not only the
+    first categories.
     """
     if count is None or count >= len(questions):
         return list(questions)

@@ -31,18 +31,17 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from eagle_fsd.evaluation.methods import EXACT, PLAIN, Method
 from eagle_fsd.evaluation.processes import from_first
 from eagle_fsd.evaluation.tuning.workload import Workload
-from eagle_fsd.model.batch import Batch
 from eagle_fsd.model.compilation import EAGER_STEPS, using_device
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.ngram import MAX_FOLLOWERS, AdaptiveNGramDrafter
 from eagle_fsd.model.identity import fingerprint
-from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.files import append_line, read_jsonl, truncate_partial_line
 from eagle_fsd.utils.progress import Progress
 
@@ -81,10 +80,7 @@ class Lengths:
 
 
 def max_emitted(tree: TreeConfig) -> int:
-    """Return the largest number of tokens that a step can emit with a tree.
-
-    Its deepest path has ``depth + 1`` drafted tokens, and a token of the target follows.
-    """
+    """Return the largest number of tokens that a step can emit: its deepest path and one more."""
     return min(tree.total_tokens, tree.depth + 2)
 
 
@@ -216,8 +212,7 @@ class StepCosts:
 def measured_trees() -> list[TreeConfig]:
     """Return the trees whose steps :func:`measure_costs` measures."""
     shapes = [(nodes, 1, WIDTHS[-1]) for nodes in NODES]
-    shapes += [(LEVEL_NODES, depth, width) for width in WIDTHS for depth in DEPTHS]
-    return [TreeConfig(total_tokens=n, depth=depth, top_k=width) for n, depth, width in shapes]
+    return _trees([*shapes, *((LEVEL_NODES, depth, k) for k in WIDTHS for depth in DEPTHS)])
 
 
 def measure_costs(workload: Workload, progress: Progress, rounds: int | None = None) -> StepCosts:
@@ -240,12 +235,9 @@ def measure_costs(workload: Workload, progress: Progress, rounds: int | None = N
 def step_seconds(workload: Workload, method: Method, prompt: int) -> float:
     """Return the median seconds of a few steps whose trees are full, from a prompt's index on.
 
-    Drafters that propose trees on the host may propose fewer nodes than the tree has, or none;
-    :class:`FullTrees` drafts in their place. All others always propose as many nodes. Either way,
-    the result depends on the tree, not on what the prompts let the drafter propose.
-
-    What happens only once is not part of it: the first step, and on CUDA, the first steps with any
-    shapes, because the same steps have been taken before.
+    :class:`FullTrees` takes the place of drafters on the host, which may propose fewer nodes than
+    the tree has. What happens only once, such as the first step and on CUDA the first steps with
+    any shapes, is not part of the result.
     """
     prompts = workload.take(prompt, workload.config.batch)
     pair = method.pair_for(workload.pair())
@@ -253,37 +245,28 @@ def step_seconds(workload: Workload, method: Method, prompt: int) -> float:
         fills_tree = pair.drafter.start(pair.tree, None).on_device
     if not fills_tree:
         pair.drafter = FullTrees().attach(pair.target)
-    room = workload.model.target.context_length - max(map(len, prompts))
-    batch = pair.batch(len(prompts))
+    room = min(workload.model.target.context_length - max(map(len, prompts)), MAX_TOKENS)
+    batch, limit = pair.batch(len(prompts)), math.inf
     spent: list[float] = []
-    limit = math.inf
     for _ in range(1 + WARM_UPS.get(pair.target.device.type, 0)):
         answers = [
-            batch.add(
-                pair.request(ids, min(room, MAX_TOKENS), method=method.decoder, eos_token_id=[])
-            )
+            batch.add(pair.request(ids, room, method=method.decoder, eos_token_id=[]))
             for ids in prompts
         ]
-        spent = _take_steps(pair, batch, limit)
+        spent = []  # the batch's seconds, without prefill, after each step
+        while len(batch) and len(spent) < limit:
+            if len(spent) > STEPS and spent[-1] - spent[0] > SECONDS:
+                break
+            for answer, _ in batch.step():
+                if answer.error is not None:
+                    raise answer.error
+            parts = [value for phase, value in batch.seconds.items() if phase != "prefill"]
+            spent.append(from_first(pair.target, partial(sum, parts)))
         limit = len(spent)
         for answer in answers:
             batch.cancel(answer)
     steps = [after - before for before, after in pairwise(spent)]
     return statistics.median(steps) if steps else spent[0]
-
-
-def _take_steps(pair: EagleFSD, batch: Batch, limit: float) -> list[float]:
-    """Take at most ``limit`` steps; return the batch's seconds, without prefill, after each."""
-    spent: list[float] = []
-    while len(batch) and len(spent) < limit:
-        if len(spent) > STEPS and spent[-1] - spent[0] > SECONDS:
-            break
-        for answer, _ in batch.step():
-            if answer.error is not None:
-                raise answer.error
-        parts = [value for phase, value in batch.seconds.items() if phase != "prefill"]
-        spent.append(from_first(pair.target, partial(sum, parts)))
-    return spent
 
 
 #: Nodes and depths to choose from, as far as recordings cover them.
@@ -305,8 +288,7 @@ SHORTLIST = 8
 PLAIN_TREE = TreeConfig(total_tokens=1, depth=1, top_k=1)
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A tree with its predicted tokens per target pass, and per second without the prefill."""
 
     tree: TreeConfig
@@ -314,28 +296,29 @@ class Candidate:
     tokens_per_second: float
 
 
+def _trees(shapes: Sequence[tuple[int, int, int]]) -> list[TreeConfig]:
+    """Return the trees with some nodes, depths, and children of each node."""
+    return [TreeConfig(total_tokens=n, depth=depth, top_k=k) for n, depth, k in shapes]
+
+
 def candidate_trees() -> list[TreeConfig]:
     """Return the trees to choose from: chains, and bushy trees with 2, 4 or 8 children."""
-    chains = [
-        TreeConfig(total_tokens=nodes, depth=nodes - 2, top_k=1)
-        for nodes in (*NODE_COUNTS, 18, 22, 26, 36)
-    ]
-    bushy = [
-        TreeConfig(total_tokens=nodes, depth=depth, top_k=width)
-        for width in sorted({width for _, _, width in RECORDED if width > 1})
-        for nodes in NODE_COUNTS
-        for depth in LEVELS
-        if depth + 2 <= nodes
-    ]
+    chains = _trees([(nodes, nodes - 2, 1) for nodes in (*NODE_COUNTS, 18, 22, 26, 36)])
+    bushy = _trees(
+        [
+            (nodes, depth, width)
+            for width in WIDTHS[1:]
+            for nodes in NODE_COUNTS
+            for depth in LEVELS
+            if depth + 2 <= nodes
+        ]
+    )
     return [*chains, *(tree for tree in bushy if capacity(tree) == tree.total_tokens)]
 
 
 def recorded_trees(quick: bool = False) -> list[TreeConfig]:
     """Return the trees that accepted lengths are recorded with; few if ``quick``."""
-    return [
-        TreeConfig(total_tokens=nodes, depth=depth, top_k=width)
-        for nodes, depth, width in (QUICK if quick else RECORDED)
-    ]
+    return _trees(QUICK if quick else RECORDED)
 
 
 def shortlist(candidates: Sequence[Candidate], current: TreeConfig) -> list[TreeConfig]:

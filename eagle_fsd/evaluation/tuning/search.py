@@ -9,12 +9,13 @@ speeds are compared on the prompts that all of them answered.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel
 
 from eagle_fsd.evaluation.methods import EXACT, PLAIN, Method
 from eagle_fsd.evaluation.statistics import Ratio
@@ -32,14 +33,16 @@ from eagle_fsd.evaluation.tuning.prediction import (
 )
 from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model.config import TreeConfig
-from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.progress import Progress, ProgressFactory
 
-#: Groups of prompts in the first round.
-FIRST_ROUND = 4
-#: Candidates that remain in the last round, apart from those that are always kept.
-FINALISTS = 2
+#: Groups of prompts in the first round, and candidates that remain in the last one, apart from
+#: those that are always kept.
+FIRST_ROUND, FINALISTS = 4, 2
+#: Prompts that accepted lengths are recorded on, where there are many methods.
+PREDICTION_PROMPTS = 12
+#: Trees of every method whose steps are timed, and the number of times.
+TIMED_TREES, TIMED_ROUNDS = 3, 5
 
 
 @dataclass(eq=False)
@@ -54,15 +57,12 @@ class Runner:
     timings: list[tuple[float, int]] = field(default_factory=list)
     steps: int = 0
 
-    def __post_init__(self) -> None:
-        self._pair: EagleFSD = self.workload.pair()
-
     def warm_up(self) -> None:
         """Decode one group, and forget all measurements and what the drafter learned."""
+        self._pair = self.workload.pair()
         self.answer(0)
         self.timings.clear()
-        self.steps = 0
-        self._pair = self.workload.pair()
+        self.steps, self._pair = 0, self.workload.pair()
 
     def answer(self, group: int) -> None:
         """Decode a group of prompts, timed."""
@@ -70,6 +70,11 @@ class Runner:
         answers, seconds = self.workload.decode(self._pair, self.method, group * size, size)
         self.timings.append((seconds, sum(len(answer.tokens) for answer in answers)))
         self.steps += sum(answer.stats.steps for answer in answers)
+
+    @property
+    def tree(self) -> TreeConfig:
+        """The method's tree."""
+        return self.method.tree or PLAIN_TREE
 
     @property
     def tokens_per_second(self) -> float:
@@ -89,6 +94,11 @@ class Runner:
         return Ratio.of_speeds(own.reshape(-1, 2), theirs.reshape(-1, 2))
 
 
+def fastest_first(runners: Iterable[Runner]) -> list[Runner]:
+    """Sort candidates by their speed so far."""
+    return sorted(runners, key=lambda runner: -runner.tokens_per_second)
+
+
 def race(
     runners: Sequence[Runner], progress: Progress, keep: Collection[Runner] = ()
 ) -> list[Runner]:
@@ -97,15 +107,15 @@ def race(
     No round drops those to ``keep``, such as plain decoding.
     """
     rounds = plan_rounds(len(runners) - len(keep), runners[0].workload.groups)
-    sizes = [0, *(size for size, _ in rounds)]
-    work = sum(
-        (size - before) * (count + len(keep))
-        for before, (size, count) in zip(sizes, rounds, strict=False)
-    )
+    plan, first = [], 0
+    for size, count in rounds:
+        plan.append((first, size, count))
+        first = size
+    work = sum((size - first) * (count + len(keep)) for first, size, count in plan)
     active, done = list(runners), 0
     for runner in active:
         runner.warm_up()
-    for first, (size, count) in zip(sizes, rounds, strict=False):
+    for first, size, count in plan:
         dropped = [runner for runner in active if runner not in keep][count:]
         active = [runner for runner in active if runner not in dropped]
         for group in range(first, size):
@@ -114,7 +124,7 @@ def race(
                 runner.answer(group)
                 done += 1
                 progress(done, work)
-        active.sort(key=lambda runner: -runner.tokens_per_second)
+        active = fastest_first(active)
     return active
 
 
@@ -130,8 +140,7 @@ def race_exact(
     exact = [Runner(replace(EXACT, tree=tree), workload) for tree in dict.fromkeys(trees)]
     runners = [Runner(method, workload) for method in others]
     race([*exact, *runners], progress, keep=[*exact, *runners])
-    exact.sort(key=lambda runner: -runner.tokens_per_second)
-    return exact, runners
+    return fastest_first(exact), runners
 
 
 def plan_rounds(candidates: int, total: int) -> list[tuple[int, int]]:
@@ -144,18 +153,11 @@ def plan_rounds(candidates: int, total: int) -> list[tuple[int, int]]:
     return [*rounds, (total, candidates)]
 
 
-#: Prompts that accepted lengths are recorded on, where there are many methods.
-PREDICTION_PROMPTS = 12
-#: Trees of every method whose steps are timed, and the number of times.
-TIMED_TREES, TIMED_ROUNDS = 3, 5
-
-
 @dataclass
 class TreeRace:
-    """The trees of one method, and how fast they are.
+    """The trees of one method: ``predicted``, and those in ``trees`` that answered all prompts.
 
-    ``predicted`` holds all trees and ``trees`` those that answered all prompts, both fastest first.
-    They are compared with the ``references``: plain decoding (``"plain"``), and the best lossless
+    Both are sorted by speed. ``references`` are plain decoding (``"plain"``), and the best lossless
     tree (``"exact"``).
     """
 
@@ -175,9 +177,8 @@ class TreeRace:
     def tree(self) -> TreeConfig:
         """The fastest tree; :data:`PLAIN_TREE` if plain decoding is at least as fast."""
         best, plain = self.trees[0], self.references.get("plain")
-        if plain is not None and plain.tokens_per_second >= best.tokens_per_second:
-            return PLAIN_TREE
-        return best.method.tree or PLAIN_TREE
+        is_slow = plain is not None and plain.tokens_per_second >= best.tokens_per_second
+        return PLAIN_TREE if is_slow else best.tree
 
     def as_dict(self) -> dict[str, Any]:
         """Return the results as JSON values."""
@@ -189,11 +190,11 @@ class TreeRace:
             return {"tree": None, "finalists": [], "predicted": predicted}
         names = {runner: name for name, runner in self.references.items()}
         guesses = {item.tree: item for item in self.predicted}
-        finalists = sorted([*self.trees, *names], key=lambda runner: -runner.tokens_per_second)
+        finalists = fastest_first([*self.trees, *names])
         rows = []
         for runner, following in zip(finalists, [*finalists[1:], None], strict=True):
             tree = runner.method.tree
-            guess = guesses.get(tree) if tree is not None and runner not in names else None
+            guess = guesses.get(runner.tree) if runner not in names else None
             others = {**self.references, **({"next": following} if following else {})}
             ratios = {name: runner.over(other) for name, other in others.items() if other != runner}
             rows.append(
@@ -216,35 +217,20 @@ class TreeRace:
     def sentence(self) -> str:
         """Return the outcome in a sentence, with the intervals of all ratios."""
         best, *others = self.trees
-        name = self.method.name
+        name, own = self.method.name, shape(best.tree)
         if self.tree == PLAIN_TREE:
-            ratio = _describe(best.over(self.references["plain"]))
-            return (
-                f"{name}: plain decoding; the best tree, {shape(best.method.tree)}, is {ratio} as"
-                " fast."
-            )
+            ratio = best.over(self.references["plain"])
+            return f"{name}: plain decoding; the best tree, {own}, is {ratio} as fast."
         compared = dict(self.references)
         if others:
-            compared[f"the next best tree, {shape(others[0].method.tree)}"] = others[0]
-        parts = [
-            f"{_describe(best.over(other))} as fast as {label}" for label, other in compared.items()
-        ]
-        return f"{name}: tree {shape(best.method.tree)}, {', '.join(parts)}."
+            compared[f"the next best tree, {shape(others[0].tree)}"] = others[0]
+        parts = [f"{best.over(other)} as fast as {label}" for label, other in compared.items()]
+        return f"{name}: tree {own}, {', '.join(parts)}."
 
 
-def shape(tree: TreeConfig | None, separator: str = "/") -> str:
-    """Format a tree as nodes/depth/children of each node; plain decoding has none."""
-    if tree is None:
-        return "none"
+def shape(tree: TreeConfig, separator: str = "/") -> str:
+    """Format a tree as nodes/depth/children of each node."""
     return separator.join(map(str, (tree.total_tokens, tree.depth, tree.top_k)))
-
-
-def _describe(ratio: Ratio) -> str:
-    """Format a ratio with its interval."""
-    if ratio.interval is None:
-        return f"{ratio.value:.2f} times"
-    low, high = ratio.interval
-    return f"{ratio.value:.2f} times ({low:.2f} to {high:.2f})"
 
 
 @dataclass
@@ -276,10 +262,7 @@ class TreeSearch:
     def predict(
         self, methods: Sequence[Method], trees: Sequence[TreeConfig]
     ) -> dict[str, list[Candidate]]:
-        """Return the trees of each method by name, fastest first.
-
-        Accepted lengths are recorded with ``trees``; the methods' own trees are ignored.
-        """
+        """Return the trees of each method, fastest first, by recordings with some ``trees``."""
         assert self.costs is not None
         found = {}
         with self.progress("recording accepted lengths") as advance:
@@ -292,22 +275,19 @@ class TreeSearch:
         return found
 
 
-@dataclass(frozen=True)
-class TreePlan:
-    """The fastest tree of exact decoding, and the trees of several methods by name.
+class TreePlan(BaseModel):
+    """The fastest tree of exact decoding, and the trees of several methods by predicted speed.
 
-    ``candidates``, which are sorted by predicted speed, also hold those of exact decoding.
+    ``candidates`` also hold those of exact decoding.
     """
 
     exact: TreeConfig
-    candidates: Mapping[str, Sequence[Candidate]]
+    candidates: dict[str, list[Candidate]]
 
     def timed(self, workload: Workload, progress: ProgressFactory) -> TreePlan:
         """Return the plan with predictions that rest on the measured steps of the best trees.
 
-        Steps with full trees are measured, see :func:`step_seconds`. The trees of heads and draft
-        models are always full. Steps in which an n-gram drafter proposes nothing take less time, so
-        its predictions are lower bounds, with this measurement as without it.
+        Steps with full trees are measured, see :func:`step_seconds`.
         """
         best = [item.tree for found in self.candidates.values() for item in found[:TIMED_TREES]]
         trees = list(dict.fromkeys([self.exact, *best]))
@@ -321,42 +301,19 @@ class TreePlan:
         candidates = {}
         for name, found in self.candidates.items():
             known = [
-                replace(item, tokens_per_second=item.tau / seconds[item.tree])
+                Candidate(item.tree, item.tau, item.tau / seconds[item.tree])
                 for item in found
                 if item.tree in seconds
             ]
             known.sort(key=lambda item: -item.tokens_per_second)
             candidates[name] = [*known, *(item for item in found if item.tree not in seconds)]
-        return replace(self, candidates=candidates)
+        return TreePlan(exact=self.exact, candidates=candidates)
 
     def with_trees(self, methods: Sequence[Method]) -> list[Method]:
         """Return methods with their fastest trees."""
         trees = {name: found[0].tree for name, found in self.candidates.items()}
         trees[EXACT.name] = self.exact
         return [replace(method, tree=trees[method.name]) for method in methods]
-
-    def likely(self) -> list[TreeConfig]:
-        """Return the tree of exact decoding, and its fastest ones by prediction."""
-        return [self.exact, *(item.tree for item in self.candidates[EXACT.name][:TIMED_TREES])]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the plan as JSON values."""
-        return {
-            "exact": self.exact.model_dump(),
-            "candidates": {
-                name: [[item.tree.model_dump(), item.tau, item.tokens_per_second] for item in found]
-                for name, found in self.candidates.items()
-            },
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> TreePlan:
-        """Read the result of :meth:`as_dict`."""
-        candidates = {
-            name: [Candidate(TreeConfig(**tree), tau, speed) for tree, tau, speed in found]
-            for name, found in values["candidates"].items()
-        }
-        return cls(TreeConfig(**values["exact"]), candidates)
 
 
 def plan_trees(
@@ -382,24 +339,25 @@ def plan_trees(
     if file.exists():
         found = json.loads(file.read_text(encoding="utf-8"))
         if found["key"] == key:
-            return TreePlan.from_dict(found)
+            return TreePlan.model_validate(found)
     exact = TreeRace(EXACT)
     search = TreeSearch(workload, recorder, progress, [exact])
     search.run()
     # Every method may take the tree of exact decoding, which may be none of the candidates.
     predicted = search.predict([EXACT], list(dict.fromkeys([*recorded_trees(), exact.tree])))
     quick = list(dict.fromkeys([*recorded_trees(quick=True), exact.tree]))
-    plan = TreePlan(exact.tree, predicted | search.predict(methods, quick))
+    plan = TreePlan(exact=exact.tree, candidates=predicted | search.predict(methods, quick))
     plan = plan.timed(workload, progress)
     if compiled:
         workload.model.compile = True
         plan = plan.timed(workload, progress)
-        plan = replace(plan, exact=plan.candidates[EXACT.name][0].tree)
+        plan.exact = plan.candidates[EXACT.name][0].tree
     if last_race:
         speeds = {name: found[0].tokens_per_second for name, found in plan.candidates.items()}
         ranked = sorted(plan.with_trees(methods), key=lambda method: -speeds[method.name])
+        likely = [item.tree for item in plan.candidates[EXACT.name][:TIMED_TREES]]
         with progress("racing the best trees of exact") as advance:
-            (winner, *_), _ = race_exact(workload, plan.likely(), ranked[:1], advance)
-        plan = replace(plan, exact=winner.method.tree or plan.exact)
-    atomic_write(file, json.dumps({"key": key, **plan.as_dict()}) + "\n")
+            (winner, *_), _ = race_exact(workload, [plan.exact, *likely], ranked[:1], advance)
+        plan.exact = winner.tree
+    atomic_write(file, json.dumps({"key": key, **plan.model_dump(mode="json")}) + "\n")
     return plan

@@ -15,10 +15,7 @@ from eagle_fsd.utils.options import OptionsError
 
 
 def settings_files(request: EvaluationRequest, folder: Path, install: bool) -> list[Path]:
-    """Return the files to write: in the output folder and, to ``install``, beside the drafter.
-
-    An OptionsError is raised if the drafter is not a local folder then.
-    """
+    """Return the files to write: in the output folder and, to ``install``, beside the drafter."""
     if not install:
         return [folder / SETTINGS_FILE]
     drafter = Path(request.drafter) if request.drafter else BUNDLED_HEAD
@@ -36,8 +33,8 @@ def settings_values(
 ) -> dict[str, Any]:
     """Return the contents of the file for a pair with its tree and acceptance settings.
 
-    ``lossless`` holds trees for lossless decoding by the number of prompts that are decoded at
-    once; those that ``model`` has for other numbers are kept.
+    ``lossless`` holds trees by the number of prompts that are decoded at once; those that ``model``
+    has for other numbers are kept.
     """
     trees = {1: model.exact_tree, **model.batch_trees, **lossless}
     dtype = model.target.dtype

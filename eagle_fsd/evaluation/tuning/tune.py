@@ -14,9 +14,15 @@ from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
 from eagle_fsd.evaluation.methods import EXACT, FSD, PLAIN
 from eagle_fsd.evaluation.questions.sets import requested_questions
 from eagle_fsd.evaluation.runner import load_pair
-from eagle_fsd.evaluation.tables import Table
+from eagle_fsd.evaluation.tables import Table, number_text
 from eagle_fsd.evaluation.tuning.prediction import PLAIN_TREE, LengthRecorder, measure_costs
-from eagle_fsd.evaluation.tuning.search import TreeRace, TreeSearch, race_exact, shape
+from eagle_fsd.evaluation.tuning.search import (
+    TreeRace,
+    TreeSearch,
+    fastest_first,
+    race_exact,
+    shape,
+)
 from eagle_fsd.evaluation.tuning.settings_file import settings_files, settings_values
 from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model.config import Settings, TreeConfig
@@ -98,28 +104,25 @@ class Tuning:
         costs = self.search.costs
         if costs is None:
             return []
-        parts = {f"step over {n} nodes": seconds for n, seconds in costs.nodes.items() if n > 1}
-        parts = {"step of plain decoding": costs.nodes[1], **parts}
+        parts = {"step of plain decoding": costs.nodes[1]}
+        parts |= {f"step over {n} nodes": seconds for n, seconds in costs.nodes.items() if n > 1}
         parts |= {f"draft level of {k} nodes": seconds for k, seconds in costs.level.items()}
         cells = [[name, f"{1000 * seconds:.2f}"] for name, seconds in parts.items()]
-        found: list[Table] = [(["part of a step", "ms"], cells)]
-        rows = []
-        for item in self.methods:
-            for row in item.as_dict()["finalists"]:
-                plain = row["over"].get("plain", {})
-                rows.append(
-                    [
-                        row["name"],
-                        shape(TreeConfig(**row["tree"])) if row["tree"] else "",
-                        f"{row['tokens_per_second']:.1f}",
-                        _number(row["predicted_tokens_per_second"], ".1f"),
-                        f"{row['tau']:.2f}",
-                        _number(row["predicted_tau"], ".2f"),
-                        _number(plain.get("value"), ".2f"),
-                    ]
-                )
+        rows = [
+            [
+                row["name"],
+                shape(TreeConfig(**row["tree"])) if row["tree"] else "",
+                number_text(row["tokens_per_second"], ".1f"),
+                number_text(row["predicted_tokens_per_second"], ".1f"),
+                number_text(row["tau"], ".2f"),
+                number_text(row["predicted_tau"], ".2f"),
+                number_text(row["over"].get("plain", {}).get("value"), ".2f"),
+            ]
+            for item in self.methods
+            for row in item.as_dict()["finalists"]
+        ]
         headers = ["method", "tree", "tokens/s", "predicted", "tau", "predicted", "x plain"]
-        return [*found, (headers, rows)] if rows else found
+        return [(["part of a step", "ms"], cells), *([(headers, rows)] if rows else [])]
 
 
 def tune(
@@ -179,9 +182,8 @@ def tune(
             tuning.complete = True
         finally:  # also after Ctrl-C
             atomic_write(folder / RESULT_FILE, json.dumps(tuning.as_dict(), indent=2) + "\n")
-            if tuning.settings is not None:
-                for file in files:
-                    atomic_write(file, json.dumps(tuning.settings, indent=2) + "\n")
+            for file in files if tuning.complete else ():
+                atomic_write(file, json.dumps(tuning.settings, indent=2) + "\n")
             if on_result is not None:
                 on_result(tuning)
     return tuning
@@ -190,11 +192,11 @@ def tune(
 def race_finalists(search: TreeSearch) -> None:
     """Race the best trees of exact decoding and of the other method once more, in turn."""
     exact, other = search.races
-    trees = [runner.method.tree or PLAIN_TREE for runner in exact.trees]
     others = [PLAIN, *(runner.method for runner in other.trees)]
     with search.progress("racing the best trees") as advance:
+        trees = [runner.tree for runner in exact.trees]
         exact.trees, (plain, *rest) = race_exact(search.workload, trees, others, advance)
-    other.trees = sorted(rest, key=lambda runner: -runner.tokens_per_second)
+    other.trees = fastest_first(rest)
     exact.references = other.references = {"plain": plain}
     if exact.tree != PLAIN_TREE:
         other.references = {"plain": plain, "exact": exact.trees[0]}
@@ -223,10 +225,7 @@ def batch_trees(search: TreeSearch) -> dict[int, BatchTree]:
 
 
 def tuned_settings(tuning: Tuning, request: EvaluationRequest) -> dict[str, Any]:
-    """Return the contents of ``fsd.json``.
-
-    A lossless tree that was found for several prompts at once is stored for that number.
-    """
+    """Return the contents of ``fsd.json``; lossless trees are stored by the number of prompts."""
     model = tuning.search.workload.model
     pair = copy.copy(model)
     pair.tree = tuning.methods[-1].tree
@@ -238,7 +237,3 @@ def tuned_settings(tuning: Tuning, request: EvaluationRequest) -> dict[str, Any]
         **{name: tuning.about[name] for name in ("about", "environment", "dtype", "device")},
     }
     return settings_values(model, pair, lossless, request, about)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)

@@ -41,10 +41,7 @@ class Workload:
         request: EvaluationRequest,
         config: EvaluationConfig,
     ) -> Workload:
-        """Encode the first turns of questions as an evaluation does.
-
-        Prompts that fill the context are left out; without any other, a ValueError is raised.
-        """
+        """Encode the first turns of questions as an evaluation does, without too long ones."""
         template = evaluation_template(model.tokenizer, request.chat_template, request.few_shot)
         encoded = [
             encode_prompt(question.first_chat(), model.tokenizer, template)[0]
@@ -88,10 +85,7 @@ class Workload:
     def decode(
         self, pair: EagleFSD, method: Method, first: int, count: int
     ) -> tuple[list[Completion], float]:
-        """Return the answers to some prompts (see :meth:`take`), decoded at once, and the seconds.
-
-        ``pair`` is the result of :meth:`pair`, whose drafter may have learned from other prompts.
-        """
+        """Return the answers to some prompts, decoded at once, and the seconds."""
         synchronize(pair)
         begin = time.perf_counter()
         found = self.generate(
