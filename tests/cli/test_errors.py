@@ -49,8 +49,11 @@ USAGE_ERRORS: list[tuple[str, str]] = [
     ),
     (f"train chats --out {__file__}", "exists"),
     ("serve worker --controller nonsense", "--controller must be a URL such as http://"),
+    ("serve worker --controller http://machine:99999", "--controller must be a URL"),
+    ("serve worker --controller http://[::1", "--controller must be a URL"),
     ("serve worker --address ftp://machine", "--address must be a URL such as http://"),
     ("serve worker --controller http://machine1:1", "cannot reach this worker at 127.0.0.1"),
+    ("serve worker --controller http://machine1:1 --host 0.0.0.0", "set --address"),
     ("serve --host 0.0.0.0", "set the environment variable EAGLE_FSD_API_KEYS"),
     ("serve --port 0", "--port must be an integer in [1, 65535]; got 0"),
 ]
