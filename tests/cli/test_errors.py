@@ -30,6 +30,7 @@ USAGE_ERRORS: list[tuple[str, str]] = [
     ("generate x --seed 1.5", "got 1.5"),
     ("generate x --threshold nan", "--threshold must be a number of at least 0; got nan"),
     ("generate x --divergence cosine", "--divergence must be one of js, js_reference, kl, "),
+    ("chat --temperature -1", "--temperature must be a finite number of at least 0"),
     ("chat --style loud", '"simple", "rich", "programmatic"'),
     ("evaluate --method beam", '"plain", "exact", "fsd", "hf", "rules"'),
     ("evaluate --assistant x", "--assistant requires --baseline hf"),
@@ -67,6 +68,7 @@ FAILURES: list[tuple[str, str]] = [
     ("generate x --device cuda:99", "cuda:99"),
     ("generate x --device toaster", "toaster"),
     ("generate x --temperature 1 --top-k 5000", "top_k must be at most the vocabulary"),
+    ("chat --conv-template none", "unknown FastChat template 'none'"),
     ("generate x --conv-template none", "unknown FastChat template 'none'"),
     (f"train --data {__file__} --out no-such-folder", Path(__file__).name),
 ]
