@@ -44,9 +44,12 @@ STATS = {"tokens": 2, "tau": 2.0, "steps": 1, "tokens_per_second": 100.0, "fuzzy
 
 
 class ScriptedBackend:
-    """A backend with fixed answers, which end with an error or never; it records its requests."""
+    """A backend with fixed answers; it records its requests.
 
-    def __init__(self, *words: str, error: str = "", endless: bool = False) -> None:
+    An answer may end with an error, or never, with a heartbeat every ``endless`` seconds.
+    """
+
+    def __init__(self, *words: str, error: str = "", endless: float = 0.0) -> None:
         self.about = About("script", AcceptanceConfig(), Limits())
         self.words, self.error, self.endless = words, error, endless
         self.requests: list[tuple[dict[str, Any], str]] = []
@@ -66,7 +69,7 @@ class ScriptedBackend:
             if self.error:
                 raise BackendError(self.error)
             while self.endless:
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(self.endless)
                 yield Update()
             yield Update((), STATS, "stop")
         finally:
@@ -79,7 +82,7 @@ class InterruptedBackend(ScriptedBackend):
     def __init__(self, threshold: float, error: str) -> None:
         super().__init__("so", " far")
         self.threshold = threshold
-        self.interrupted = ScriptedBackend("so", error=error, endless=True)
+        self.interrupted = ScriptedBackend("so", error=error, endless=0.001)
 
     async def stream(
         self, params: Mapping[str, Any], client: str = "", method: str = "fsd"
@@ -207,27 +210,35 @@ def test_slider_needs_a_finite_threshold() -> None:
 
 
 def test_stop_keeps_the_partial_answer(state: ChatState) -> None:
-    backend = ScriptedBackend("so", " far", endless=True)
+    backend = ScriptedBackend("so", " far", endless=0.001)
     page = Page(backend, AnswerOptions())
 
-    async def run() -> list[View]:
-        views = []
+    async def run() -> View:
         async for view in page.send(state, "Hello", CONTROLS):
-            views.append(view)
             if " far" in (view.live or "") and state.busy:
                 rejected = [item async for item in page.send(state, "Me too", CONTROLS)]
                 assert "Stop it first" in rejected[0].live
                 page.stop(state)
-        return views
+        return view
 
-    views = asyncio.run(asyncio.wait_for(run(), 10))
-    assert "Stopped" in views[-1].live
+    assert "Stopped" in asyncio.run(asyncio.wait_for(run(), 10)).live
     assert backend.closed == 1
     assert not state.busy
     assert [exchange.answer for exchange in state.exchanges] == ["so far"]
     # A stopped answer has no baseline.
     assert collect(page.measure_baseline(state)) == [View()]
     assert len(backend.requests) == 1
+
+    async def disconnect() -> None:
+        views = page.send(state, "Hello", CONTROLS)
+        while "so" not in (await anext(views)).live:
+            pass
+        await views.aclose()
+
+    asyncio.run(disconnect())
+    assert backend.closed == 2
+    assert not state.busy
+    assert 'aria-busy="false"' in state.exchanges[1].html
 
 
 def test_next_message_can_be_sent_from_the_last_view() -> None:
@@ -247,7 +258,7 @@ def test_next_message_can_be_sent_from_the_last_view() -> None:
 
 
 def test_clear_stops_generation_and_renders_last() -> None:
-    page = Page(ScriptedBackend("so", endless=True), AnswerOptions())
+    page = Page(ScriptedBackend("so", endless=0.001), AnswerOptions())
 
     async def run(state: ChatState, event: str) -> View:
         views: list[View] = []
@@ -278,7 +289,7 @@ def test_input_errors_leave_the_newest_exchange() -> None:
         state = ChatState()
         send(Page(ScriptedBackend("so"), AnswerOptions()), state, "First")
         if end == "stopped in the queue":
-            page = Page(ScriptedBackend(endless=True), AnswerOptions())
+            page = Page(ScriptedBackend(endless=0.001), AnswerOptions())
             newest = run_and_stop(page, state, "send")[-1].live
             assert "Second" in page.restore_question(state, " ").box
         else:
@@ -289,22 +300,6 @@ def test_input_errors_leave_the_newest_exchange() -> None:
         assert rejected.live.startswith(newest.removesuffix(error_html("no")))
         assert "Enter a message first" in rejected.live
         assert "First" not in rejected.live
-
-
-def test_disconnecting_cancels_the_answer(state: ChatState) -> None:
-    backend = ScriptedBackend("so", endless=True)
-    page = Page(backend, AnswerOptions())
-
-    async def disconnect() -> None:
-        views = page.send(state, "Hello", CONTROLS)
-        while "so" not in (await anext(views)).live:
-            pass
-        await views.aclose()
-
-    asyncio.run(disconnect())
-    assert backend.closed == 1
-    assert not state.busy
-    assert 'aria-busy="false"' in state.exchanges[0].html
 
 
 def test_backend_errors_are_shown_and_the_question_is_restored(state: ChatState) -> None:
@@ -336,7 +331,7 @@ def test_stop_is_offered_only_while_there_is_something_to_stop(state: ChatState)
     assert compared == [True] * (len(compared) - 1) + [False]
     failing = Page(ScriptedBackend("so", error="no"), AnswerOptions())
     assert send(failing, state, "Second")[-1].stoppable is False
-    endless = Page(ScriptedBackend("so", endless=True), AnswerOptions())
+    endless = Page(ScriptedBackend("so", endless=0.001), AnswerOptions())
     for event in ("send", "compare"):
         assert run_and_stop(endless, state, event)[-1].stoppable is False
     # Rejected input changes nothing.
@@ -357,46 +352,27 @@ def test_answers_can_be_exported(state: ChatState) -> None:
     assert not any("download" in view.live for view in views[:-1])
     answer = exported(views[-1].live)
     assert answer["model"] == "script"
-    assert [message["content"] for message in answer["messages"]][::2] == [
-        "First",
-        "And <b>now</b>?",
-    ]
+    questions = [message["content"] for message in answer["messages"]][::2]
+    assert questions == ["First", "And <b>now</b>?"]
     assert answer["settings"]["fsd"] == AcceptanceConfig(threshold=0.3).model_dump()
-    assert answer["settings"]["seed"] == 3
-    assert answer["settings"]["max_new_tokens"] == 48
-    assert answer["stats"] == STATS
-    assert answer["finish_reason"] == "stop"
+    assert (answer["settings"]["seed"], answer["settings"]["max_new_tokens"]) == (3, 48)
+    assert (answer["stats"], answer["finish_reason"]) == (STATS, "stop")
     assert answer["answer"] == "</a> far?"  # JSON has no lone surrogates
     first = {"id": 0, "text": "</a>", "origin": "fuzzy", "divergence": 0.1, "probability": 0.5}
     assert answer["tokens"][0] == {**first, "top": []}
     # A partial answer can be exported too; the log keeps answers without their files.
-    stopped = Page(ScriptedBackend("so", endless=True), AnswerOptions())
+    stopped = Page(ScriptedBackend("so", endless=0.001), AnswerOptions())
     assert exported(run_and_stop(stopped, state, "send")[-1].live)["finish_reason"] == "stopped"
     assert not any("download" in exchange.html for exchange in state.exchanges)
 
 
-def test_comparisons_end_with_the_next_message(state: ChatState) -> None:
-    page = Page(ScriptedBackend("so"), AnswerOptions())
-    new = collect(page.compare(state, "Which?", CONTROLS))[-1].comparison
-    assert "Which?" in new  # the chat does not show this question
-    views = send(page, state, "Which?")
-    assert views[0].comparison == ""
-    again = collect(page.compare(state, "", CONTROLS))[-1].comparison
-    assert "Which?" not in again
-    (rejected,) = collect(page.compare(state, "x", {**CONTROLS, "threshold": -1}))
-    assert rejected.comparison.startswith(again)
-
-
-def test_long_answers_are_rendered_less_often(state: ChatState) -> None:
+def test_long_answers_and_chats_are_bounded(state: ChatState) -> None:
     """A view holds the whole answer, so one per token would be quadratic."""
     words = [f" {number}" for number in range(2000)]
     views = send(Page(ScriptedBackend(*words), AnswerOptions()), state, "Count")
     assert 2 < len(views) < 1000
     assert state.exchanges[0].answer == "".join(words)
     assert "> 1999<" in views[-1].live
-
-
-def test_old_exchanges_are_dropped(state: ChatState) -> None:
     page = Page(ScriptedBackend("x"), AnswerOptions())
     for number in range(MAX_EXCHANGES + 3):
         send(page, state, f"{number}")
@@ -452,22 +428,25 @@ def test_compare_decodes_exactly_and_with_fsd(state: ChatState) -> None:
     assert fsd["fsd"]["threshold"] == 0.2
     assert exact["messages"] == fsd["messages"]
     assert exact["seed"] == fsd["seed"]
-    # With an empty message box the last question is decoded again.
+    # With an empty message box the last question, which the chat shows, is decoded again.
     assert [turn["content"] for turn in fsd["messages"]] == ["First", "a b", "Second"]
+    assert "Second" not in views[-1].comparison
     assert "Generating …" in views[0].comparison
     assert NONE in views[0].stats  # not those of the answer before
     assert "100.0" not in views[0].stats
     assert "100.0" in views[-1].stats
     assert "The answers are identical (2 tokens)." in views[-1].comparison
     assert "sampling alone" in views[-1].comparison
-    collect(page.compare(state, "Third", CONTROLS))
+    last = collect(page.compare(state, "Third", CONTROLS))[-1].comparison
+    assert "Third" in last
     assert backend.requests[-1][0]["messages"][-1]["content"] == "Third"
     assert len(state.exchanges) == 2
     assert not state.busy
-    # Input errors leave the last comparison in place.
+    # Input errors leave the last comparison in place, the next message removes it.
     (rejected,) = collect(page.compare(state, "Fourth", {**CONTROLS, "threshold": -1}))
     assert "threshold must be" in rejected.comparison
-    assert "The answers are identical (2 tokens)." in rejected.comparison
+    assert rejected.comparison.startswith(last)
+    assert send(page, state, "Fifth")[0].comparison == ""
 
 
 def test_interrupted_comparisons_are_marked_incomplete() -> None:
