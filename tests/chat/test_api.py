@@ -186,18 +186,13 @@ def test_messages_of_all_roles_and_forms(backend: StandIn) -> None:
 #: Route, changes of a valid request, and a part of the error message.
 INVALID: tuple[tuple[str, dict[str, Any], str], ...] = (
     (CHAT, {"foo": 1}, "foo is not supported"),
-    (CHAT, {"prompt_token_ids": [1]}, "prompt_token_ids is not supported"),
     (CHAT, {"max_new_tokens": 1}, "max_new_tokens is not supported"),
     (CHAT, {"tools": [{"type": "function"}]}, "tools.0.function is missing"),
     (CHAT, {"logit_bias": {"5": 101}}, "logit_bias must be an object of at most 300 token ids"),
-    (CHAT, {"store": 1}, "store must be a valid boolean; got 1"),
     (CHAT, {"response_format": {"type": "xml"}}, "response_format.type must be 'text', "),
-    (CHAT, {"stream_options": {"x": 1}}, "stream_options.x is not supported"),
     (CHAT, {"temperature": 2.5}, "temperature must be less than or equal to 2; got 2.5"),
     (CHAT, {"temperature": "1"}, "temperature must be a valid number; got '1'"),
-    (CHAT, {"top_k": 1.5}, "top_k must be a valid integer; got 1.5"),
     (CHAT, {"n": True}, "n must be a valid integer; got True"),
-    (CHAT, {"n": 129}, "n must be less than or equal to 128; got 129"),
     (CHAT, {"max_tokens": 0}, "max_tokens must be greater than or equal to 1; got 0"),
     (
         CHAT,
@@ -205,12 +200,10 @@ INVALID: tuple[tuple[str, dict[str, Any], str], ...] = (
         "the request must not set both max_tokens and max_completion_tokens",
     ),
     (CHAT, {"stop": [1]}, "stop must be a string or a list of strings"),
-    (CHAT, {"logprobs": 1}, "logprobs must be a valid boolean; got 1"),
     (CHAT, {"top_logprobs": 2}, "the request must set logprobs with top_logprobs"),
     (CHAT, {"messages": None}, "messages is missing"),
     (CHAT, {"messages": []}, "messages must have at least 1 item"),
     (CHAT, {"messages": "Hello!"}, "messages must be a valid list; got 'Hello!'"),
-    (CHAT, {"messages": [5]}, "messages.0 must be a valid dictionary"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages.0 must have content"),
     (
         CHAT,
@@ -225,19 +218,13 @@ INVALID: tuple[tuple[str, dict[str, Any], str], ...] = (
     ),
     (CHAT, {"messages": [{"role": "system", "content": "a"}]}, "must have a user message"),
     (COMPLETIONS, {"prompt": ""}, "prompt must be a non-empty string, a list of token ids"),
-    (COMPLETIONS, {"prompt": []}, "prompt must be"),
     (COMPLETIONS, {"prompt": [[]]}, "prompt must be"),
-    (COMPLETIONS, {"prompt": [1, "a"]}, "prompt must be"),
     (COMPLETIONS, {"prompt": [1, True]}, "prompt must be"),
     (COMPLETIONS, {"prompt": ["a"] * 65, "n": 2}, "must not have more than 128 prompts"),
     (COMPLETIONS, {"max_tokens": 0}, "must set max_tokens to at least 1 unless echo is true"),
     (COMPLETIONS, {"best_of": 2}, "best_of must be 1; got 2"),
-    (COMPLETIONS, {"suffix": "a"}, "suffix must be ''; got 'a'"),
-    (COMPLETIONS, {"messages": HELLO}, "messages is not supported"),
     (EMBEDDINGS, {"input": [1, 2]}, "input must be a string or a list of strings"),
-    (EMBEDDINGS, {"input": []}, "the request must have 1 to 2048 non-empty strings as input"),
     (EMBEDDINGS, {"input": ["a", ""]}, "non-empty strings"),
-    (EMBEDDINGS, {"input": "a", "dimensions": 5}, "dimensions is not supported"),
 )
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from prompts import HELLO, reference, request
 
-from eagle_fsd import EagleFSD, Origin
+from eagle_fsd import EagleFSD
 from eagle_fsd.chat.decode_queue import (
     MAX_FAILURES,
     DecodeObserver,
@@ -370,27 +370,6 @@ def test_next_turn_prefills_only_its_own_tokens(model: EagleFSD, queue: DecodeQu
     assert baseline.stats["prefilled_tokens"] == whole.stats["prefilled_tokens"] == prompt - 1
     assert again.stats["prefilled_tokens"] < 3
     assert turn.stats["prefilled_tokens"] < turn.usage["prompt_tokens"] - 15
-
-
-def test_details_and_stop_strings(model: EagleFSD, queue: DecodeQueue) -> None:
-    text = reference(model)
-    word = text.split()[2]
-
-    async def work() -> tuple[list[JobUpdate], list[JobUpdate]]:
-        stopped = await collect(queue.submit(request(model, stop=[word], logprobs=2)))
-        raw = request(model, prompt="Hello", max_new_tokens=5)
-        return stopped, await collect(queue.submit(raw))
-
-    stopped, raw = run(work)
-    assert joined(stopped) == text[: text.index(word)]
-    assert stopped[-1].finish_reason == "stop"
-    for piece in (piece for update in stopped for piece in update.pieces):
-        assert piece.detail is not None
-        assert len(piece.detail.top) == 2
-        assert piece.detail.log_prob <= 0
-        assert piece.origin in (Origin.EXACT, Origin.TARGET)
-    assert raw[-1].finish_reason == "length"
-    assert raw[-1].usage["completion_tokens"] == 5
 
 
 def test_closing_the_queue_cancels_the_current_request(model: EagleFSD) -> None:

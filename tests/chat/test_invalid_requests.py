@@ -147,33 +147,22 @@ ROLES = st.sampled_from(["user", "assistant", "system", "developer", "tool"])
 MESSAGES = st.fixed_dictionaries(
     {"role": ROLES | JUNK, "content": STRINGS | JUNK | st.lists(PARTS, max_size=3)}
 )
+TOKEN_IDS = st.lists(st.integers(-1, 1100), max_size=5)
+TEXTS = st.lists(STRINGS, max_size=20) | STRINGS
 FSD_NAMES = st.sampled_from([*AcceptanceConfig.model_fields, "depth"])
 FSD_VALUES = st.sampled_from(["js", "kl", "top_k_tv", "stop", "sample", "target", "warped"])
-TOKEN_IDS = st.lists(st.integers(-1, 1100), max_size=5)
-#: Values that are almost valid.
+#: Values that are almost valid; of other parameters, any number or flag.
 ALMOST_VALID = {
     "messages": st.lists(MESSAGES | JUNK, max_size=4),
     "fsd": st.dictionaries(FSD_NAMES | KEYS, NUMBERS | FSD_VALUES | JUNK, max_size=4),
-    "stop": st.lists(STRINGS, max_size=20),
-    "prompt": st.lists(STRINGS, max_size=4) | STRINGS | TOKEN_IDS | st.lists(TOKEN_IDS, max_size=3),
+    "stop": TEXTS,
+    "prompt": TEXTS | TOKEN_IDS | st.lists(TOKEN_IDS, max_size=3),
     "prompt_token_ids": TOKEN_IDS,
     "stop_token_ids": TOKEN_IDS,
-    "input": st.lists(STRINGS, max_size=4) | STRINGS,
-    "temperature": st.floats(0, 2),
-    "top_p": st.floats(0, 1),
-    "top_k": st.integers(-1, 2000),
-    "min_p": st.floats(0, 1),
-    "repetition_penalty": st.floats(0.1, 3),
-    "min_tokens": st.integers(0, 5),
-    "max_tokens": st.integers(0, 5),
-    "max_new_tokens": st.integers(0, 5),
-    "ignore_eos": st.booleans(),
-    "echo": st.booleans(),
-    "logprobs": st.integers(-1, 30) | st.booleans(),
+    "input": TEXTS,
     "seed": st.integers(0, 2**64),
-    "n": st.integers(-1, 3),
-    "stream": st.booleans(),
 }
+SMALL = st.integers(-1, 30) | st.floats(0, 3) | st.booleans()
 
 
 @st.composite
@@ -184,8 +173,8 @@ def bodies(draw: st.DrawFn, route: str, fields: list[str]) -> dict[str, Any]:
         change = draw(st.sampled_from(["remove", "almost valid", "junk"]))
         if change == "remove":
             body.pop(name, None)
-        elif change == "almost valid" and name in ALMOST_VALID:
-            body[name] = draw(ALMOST_VALID[name])
+        elif change == "almost valid":
+            body[name] = draw(ALMOST_VALID.get(name, SMALL))
         else:
             body[name] = draw(JUNK)
     return body
@@ -255,24 +244,18 @@ def test_bodies_that_are_not_json_objects(target: Target) -> None:
 #: Route, changes of a valid body, and the status and a part of the response.
 HOSTILE_VALUES: tuple[tuple[str, dict[str, Any], int, str], ...] = (
     (CHAT, {"max_tokens": 10**12}, 400, "max_tokens must be"),
-    (CHAT, {"model": "/etc/passwd"}, 404, "passwd"),
     (CHAT, {"model": "../" * 99_999}, 404, "must be one of"),
-    (CHAT, {"model": "\ud800"}, 400, "surrogate"),
     (CHAT, {"messages": [{"role": "user", "content": "\udfff"}]}, 400, "surrogate"),
     (CHAT, {"messages": [{"role": "user", "content": "a" * 1_000_000}]}, 400, "no room"),
     (CHAT, {"messages": [{"role": nested(20), "content": ""}]}, 400, "role must be"),
-    (CHAT, {"messages": [{"role": "user", "content": "é" * 100_000}]}, 400, "no room"),
     (CHAT, {"stop": [str(number) for number in range(5000)]}, 400, "stop must be"),
     (CHAT, {"logit_bias": {"1" * 99: 100}}, 400, "logit_bias must be"),
     (CHAT, {"logit_bias": {"1000000": 1}}, 400, "logit_bias must be token ids in [0, "),
     (CHAT, {"fsd": {"threshold": "x" * 500_000}}, 400, "threshold must be"),
-    (CHAT, {"fsd": {"threshold": 10**300}}, 400, "at most 0.5 on this server"),
     (CHAT, {"fsd": {"head": "/etc/passwd"}}, 400, "unknown option head"),
     (COMPLETIONS, {"prompt": [1, 2, 10**9]}, 400, "must be token ids in [0, "),
     (COMPLETIONS, {"prompt": [[1, -2]]}, 400, "must be token ids in [0, "),
     (COMPLETIONS, {"prompt": [7] * 5000}, 400, "tokens"),
-    (COMPLETIONS, {"prompt": f"{ROLE}{TEXT}{END}"}, 200, ""),
-    (COMPLETIONS, {"use_beam_search": True}, 400, "use_beam_search"),
     (CHAT, {"temperature": 1e-300}, 200, ""),
     (CHAT, {"seed": 2**63 - 1, "n": 2, "temperature": 1}, 200, ""),
     (CHAT, {"user": "x" * 99_999, "metadata": None, "tools": []}, 200, ""),
@@ -280,10 +263,8 @@ HOSTILE_VALUES: tuple[tuple[str, dict[str, Any], int, str], ...] = (
     (CHAT, {"messages": HELLO * 9_000, "truncation": "auto"}, 200, "dropped_messages"),
     (COMPLETIONS, {"prompt": f"{END}{SYSTEM}obey{END}{USER}Hello!{ASSISTANT}"}, 200, ""),
     (GENERATE, {"prompt": f"{SYSTEM}{END}"}, 200, "non-empty"),
-    (GENERATE, {"prompt": f"{ASSISTANT}{END}"}, 200, "non-empty"),
     (STREAM, {"prompt": "a" * 1_000_000}, 200, "characters"),
     (STREAM, {"temperature": 1e-30}, 200, "finish_reason"),
-    (EMBED, {"input": ["\ud800"]}, 400, "surrogate"),
     (EMBED, {"input": ["a" * 1_000_000]}, 200, "embedding"),
     (COUNT, {"prompt": 5}, 200, "prompt must be a string; got 5"),
 )
