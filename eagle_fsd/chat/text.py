@@ -97,9 +97,9 @@ class TextStream:
             text = self._detokenizer.step(token)
             detail = None if details is None else details[index]
             self._held.append(Piece(text, token, Origin(origin), detail))
-            if text and self._find_stop() is not None:
+            if self._stop and text and self._find_stop() is not None:
                 break
-        return self._release()
+        return self._release() if self._stop else self.flush()
 
     def flush(self) -> list[Piece]:
         """Return the pieces that were held back. Call this after the last token."""

@@ -13,10 +13,9 @@ import pytest
 import torch
 from prompts import HELLO, reference, request
 
-from eagle_fsd import EagleFSD, Origin
+from eagle_fsd import EagleFSD
 from eagle_fsd.chat.decode_queue import (
-    AbortedError,
-    ClosedError,
+    MAX_FAILURES,
     DecodeObserver,
     DecodeQueue,
     DecodingError,
@@ -37,11 +36,7 @@ LONG = {"temperature": 2.0, "seed": 1, "max_new_tokens": 4000}
 
 
 class Recorder(DecodeObserver):
-    """Records the events of a queue.
-
-    Attributes:
-        on_step: Called in the decoding thread after each step, before its tokens are published.
-    """
+    """Records the events of a queue; ``on_step`` is called in the decoding thread."""
 
     def __init__(self) -> None:
         self.started = 0
@@ -127,8 +122,7 @@ async def answer_at_once(
 ) -> tuple[list[str], list[int]]:
     """Submit requests while the queue is blocked.
 
-    Returns:
-        The answers, and the indices of the requests in the order of their first tokens.
+    Returns the answers, and the indices of the requests in the order of their first tokens.
     """
     order: list[int] = []
 
@@ -171,14 +165,15 @@ def test_requests_join_and_leave_the_batch(
     assert len(queue) == queue.rows == 0
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_clients_get_equal_shares(rows: int, model: EagleFSD) -> None:
+def test_clients_get_equal_shares(model: EagleFSD) -> None:
     """Client b comes after three requests of client a, and waits for at most one of them."""
-    queue = DecodeQueue(model, max_waiting=5, max_batch=rows)
-    requests = [replace(request(model), client=client) for client in "aaabb"]
-    _, order = run(lambda: answer_at_once(queue, *requests))
-    assert order == [0, 3, 1, 4, 2]
-    queue.close()
+    for rows in (1, 2):
+        queue = DecodeQueue(model, max_waiting=5, max_batch=rows)
+        short = request(model, max_new_tokens=8)
+        requests = [replace(short, client=client) for client in "aaabb"]
+        _, order = run(lambda queue=queue, requests=requests: answer_at_once(queue, *requests))
+        assert order == [0, 3, 1, 4, 2]
+        queue.close()
 
 
 def test_full_queue_rejects_requests(model: EagleFSD, queue: DecodeQueue) -> None:
@@ -223,35 +218,25 @@ def test_cancelled_row_is_free_in_the_next_step(
     assert recorder.finished == ["cancelled", "ended"]
 
 
-def test_closing_the_iterator_cancels_the_job(
-    model: EagleFSD, queue: DecodeQueue, recorder: Recorder
-) -> None:
-    async def work() -> None:
-        updates = queue.submit(request(model, **LONG)).updates()
-        await anext(updates)
-        await updates.aclose()
-        assert await text_of(queue.submit(request(model))) == reference(model)
-
-    run(work)
-    assert recorder.finished == ["cancelled", "ended"]
-    assert len(queue) == 0
-
-
 def test_cancelled_requests_leave_the_queue(
     model: EagleFSD, queue: DecodeQueue, recorder: Recorder
 ) -> None:
+    """They make room at once; closing an iterator cancels its request."""
+
     async def work() -> None:
         first = queue.submit(request(model, **LONG))
         waiting = request(model)
         for _ in range(50):
             queue.submit(waiting).cancel()
         assert len(queue) <= 2
-        assert len(queue._waiting) <= 2
-        first.cancel()
+        updates = first.updates()
+        await anext(updates)
+        await updates.aclose()
         assert await text_of(queue.submit(request(model))) == reference(model)
 
     run(work)
     assert recorder.finished.count("cancelled") == 51
+    assert len(queue) == 0
 
 
 def test_cancelled_calls_are_told(queue: DecodeQueue) -> None:
@@ -296,51 +281,47 @@ def break_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AnswerPenalty, "__call__", lambda _, ids, scores: scores * torch.nan)
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (fail_to_join, "division by zero"),
-        (fail_to_convert, "division by zero"),
-        (break_logits, "no token can be chosen: AnswerPenalty returned NaN"),
-    ],
-)
 def test_failure_affects_one_request(
-    fault: Callable[[pytest.MonkeyPatch], None],
-    message: str,
-    model: EagleFSD,
-    queue: DecodeQueue,
-    recorder: Recorder,
-    monkeypatch: pytest.MonkeyPatch,
+    model: EagleFSD, queue: DecodeQueue, recorder: Recorder
 ) -> None:
-    fault(monkeypatch)
+    """Whether it fails when it joins the batch, when its tokens are converted, or in a step."""
 
-    async def work() -> None:
+    async def work(message: str) -> None:
         good = queue.submit(request(model))
         bad = request(model, prompt=None, prompt_token_ids=[5, 6], presence_penalty=1.0)
         with pytest.raises(DecodingError, match=f"decoding failed: {message}"):
             await collect(queue.submit(bad))
         assert await text_of(good) == reference(model)
-        assert await text_of(queue.submit(request(model))) == reference(model)
 
-    run(work)
-    assert recorder.finished == ["failed", "ended", "ended"]
+    for fault, message in (
+        (fail_to_join, "division by zero"),
+        (fail_to_convert, "division by zero"),
+        (break_logits, "no token can be chosen: AnswerPenalty returned NaN"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            fault(patch)
+            run(lambda message=message: work(message))
+    assert recorder.finished == ["failed", "ended"] * 3
 
 
 def test_failed_step_ends_all_running_requests(
     model: EagleFSD, queue: DecodeQueue, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The next ones are decoded, however often that happens unless the device fails."""
+
     async def work() -> None:
         check_target(model.target)
         forward = Target.forward_tree
         monkeypatch.setattr(Target, "forward_tree", lambda *_: 1 / 0)
-        for job in [queue.submit(request(model)) for _ in range(2)]:
-            with pytest.raises(DecodingError, match="decoding failed: division by zero"):
-                await collect(job)
+        for _ in range(MAX_FAILURES):
+            for job in [queue.submit(request(model)) for _ in range(2)]:
+                with pytest.raises(DecodingError, match="decoding failed: division by zero"):
+                    await collect(job)
         monkeypatch.setattr(Target, "forward_tree", forward)
         assert await text_of(queue.submit(request(model))) == reference(model)
 
     run(work)
-    assert recorder.finished == ["failed", "failed", "ended"]
+    assert recorder.finished == ["failed"] * 2 * MAX_FAILURES + ["ended"]
 
 
 def test_shortage_of_memory_passes(
@@ -370,130 +351,25 @@ def test_shortage_of_memory_passes(
 
 
 def test_next_turn_prefills_only_its_own_tokens(model: EagleFSD, queue: DecodeQueue) -> None:
-    async def work() -> tuple[JobUpdate, JobUpdate]:
-        first = await collect(queue.submit(request(model)))
-        chat = [*HELLO, {"role": "assistant", "content": joined(first)}]
-        chat.append({"role": "user", "content": "Hi"})
-        return first[-1], (await collect(queue.submit(request(model, messages=chat))))[-1]
-
-    first, second = run(work)
-    assert first.stats["prefilled_tokens"] == first.usage["prompt_tokens"] - 1
-    assert second.stats["prefilled_tokens"] < second.usage["prompt_tokens"] - 15
-
-
-def test_baseline_leaves_the_prefix_cache_alone(model: EagleFSD, queue: DecodeQueue) -> None:
-    fsd = request(model)
+    """Decoding without the drafter leaves the prefix cache alone."""
+    first = request(model)
 
     async def work() -> list[list[JobUpdate]]:
-        requests = [fsd, replace(fsd, method="ar"), fsd]
-        return [await collect(queue.submit(item)) for item in requests]
+        answers = [
+            await collect(queue.submit(item))
+            for item in (first, replace(first, method="ar"), first)
+        ]
+        chat = [*HELLO, {"role": "assistant", "content": joined(answers[0])}, *HELLO]
+        return [*answers, await collect(queue.submit(request(model, messages=chat)))]
 
     answers = run(work)
-    assert len(set(map(joined, answers))) == 1
-    first, baseline, last = (updates[-1] for updates in answers)
+    assert len(set(map(joined, answers[:3]))) == 1
+    whole, baseline, again, turn = (updates[-1] for updates in answers)
     assert baseline.stats["tau"] == 1.0
-    assert baseline.stats["prefilled_tokens"] == first.stats["prefilled_tokens"]
-    assert last.stats["prefilled_tokens"] < 3
-
-
-def test_details_and_stop_strings(model: EagleFSD, queue: DecodeQueue) -> None:
-    text = reference(model)
-    word = text.split()[2]
-
-    async def work() -> tuple[list[JobUpdate], list[JobUpdate]]:
-        stopped = await collect(queue.submit(request(model, stop=[word], logprobs=2)))
-        raw = request(model, prompt="Hello", max_new_tokens=5)
-        return stopped, await collect(queue.submit(raw))
-
-    stopped, raw = run(work)
-    assert joined(stopped) == text[: text.index(word)]
-    assert stopped[-1].finish_reason == "stop"
-    for piece in (piece for update in stopped for piece in update.pieces):
-        assert piece.detail is not None
-        assert len(piece.detail.top) == 2
-        assert piece.detail.log_prob <= 0
-        assert piece.origin in (Origin.EXACT, Origin.TARGET)
-    assert raw[-1].finish_reason == "length"
-    assert raw[-1].usage["completion_tokens"] == 5
-
-
-def test_heartbeats_while_a_request_waits(model: EagleFSD, queue: DecodeQueue) -> None:
-    async def work() -> list[JobUpdate | None]:
-        release = threading.Event()
-        blocking = asyncio.create_task(queue.call(lambda _: release.wait(60)))
-        await asyncio.sleep(0)
-        seen: list[JobUpdate | None] = []
-        async for update in queue.submit(request(model)).updates(heartbeat=0.01):
-            seen.append(update)
-            if len(seen) == 3:
-                release.set()
-        await blocking
-        return seen
-
-    seen = run(work)
-    assert seen[:3] == [None, None, None]
-    assert joined(seen) == reference(model)
-
-
-def test_stalled_step_ends_requests_with_an_error(
-    model: EagleFSD, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Calls as well; decoding goes on if the step ends after all."""
-    queue = DecodeQueue(model, max_waiting=4, max_batch=2, stall_timeout=0.05)
-    release, forward = threading.Event(), Target.forward_tree
-
-    def blocked(*args: Any) -> Any:
-        assert release.wait(60)
-        return forward(*args)
-
-    check_target(model.target)
-    monkeypatch.setattr(Target, "forward_tree", blocked)
-
-    async def work() -> None:
-        job = queue.submit(request(model))
-        while not queue.stalled:
-            await asyncio.sleep(0.01)
-        call = asyncio.create_task(queue.call(lambda _: 1, admitted=True))
-        await asyncio.sleep(0)
-        assert not queue.alive
-        with pytest.raises(ClosedError, match="decoding has stopped"):
-            queue.submit(request(model))
-        queue.abort("decoding has stalled")
-        with pytest.raises(AbortedError, match="stalled"):
-            await collect(job)
-        with pytest.raises(AbortedError, match="stalled"):
-            await call
-        queue.stall_timeout = 60.0
-        release.set()
-        assert await text_of(queue.submit(request(model))) == reference(model)
-        assert queue.ready
-
-    run(work)
-    queue.close()
-
-
-def test_repeated_failures_stop_the_queue(
-    model: EagleFSD, queue: DecodeQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after an error of the device, which fails every step; errors of requests do not count."""
-
-    def broken(*_: Any) -> Any:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    async def work() -> None:
-        check_target(model.target)
-        for fault, count in ((lambda *_: 1 / 0, 4), (broken, 3)):
-            monkeypatch.setattr(Target, "forward_tree", fault)
-            for _ in range(count):
-                assert queue.ready
-                with pytest.raises(DecodingError, match="decoding failed"):
-                    await collect(queue.submit(request(model)))
-        assert queue.failed
-        with pytest.raises(ClosedError, match="decoding has stopped"):
-            queue.submit(request(model))
-        assert not queue.alive
-
-    run(work)
+    prompt = whole.usage["prompt_tokens"]
+    assert baseline.stats["prefilled_tokens"] == whole.stats["prefilled_tokens"] == prompt - 1
+    assert again.stats["prefilled_tokens"] < 3
+    assert turn.stats["prefilled_tokens"] < turn.usage["prompt_tokens"] - 15
 
 
 def test_closing_the_queue_cancels_the_current_request(model: EagleFSD) -> None:

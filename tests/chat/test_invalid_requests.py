@@ -41,12 +41,8 @@ from eagle_fsd.chat.wire_format import ASSISTANT, END, ROLE, SYSTEM, TEXT, USER
 from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.utils.chat_templates import load_chat_template
 
-MAX_BODY = 1 << 20
 GENERATE, STREAM = "/worker_generate", "/worker_generate_stream"
 COUNT, EMBED = "/count_token", "/worker_get_embeddings"
-#: Routes of the worker that take no parameters.
-PLAIN_ROUTES = ("/worker_get_status", "/model_details", "/worker_get_conv_template")
-
 #: A short valid request for every other route.
 VALID: dict[str, dict[str, Any]] = {
     CHAT: {"model": NAME, "messages": HELLO, "max_tokens": 2},
@@ -97,10 +93,10 @@ def target(server: APIThread, model: EagleFSD) -> Iterator[Target]:
     assert "Traceback" not in text, text[text.find("Traceback") :][:5000]
 
 
-def send(target: Target, route: str, body: Any, **headers: str) -> httpx.Response:
+def send(target: Target, route: str, body: Any) -> httpx.Response:
     """Send a body, bytes or Python values, and check the response for server errors."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"content-type": "application/json", **headers}
+    headers = {"content-type": "application/json"}
     response = target.server(route).http.post(route, content=content, headers=headers)
     check(response)
     return response
@@ -151,33 +147,22 @@ ROLES = st.sampled_from(["user", "assistant", "system", "developer", "tool"])
 MESSAGES = st.fixed_dictionaries(
     {"role": ROLES | JUNK, "content": STRINGS | JUNK | st.lists(PARTS, max_size=3)}
 )
+TOKEN_IDS = st.lists(st.integers(-1, 1100), max_size=5)
+TEXTS = st.lists(STRINGS, max_size=20) | STRINGS
 FSD_NAMES = st.sampled_from([*AcceptanceConfig.model_fields, "depth"])
 FSD_VALUES = st.sampled_from(["js", "kl", "top_k_tv", "stop", "sample", "target", "warped"])
-TOKEN_IDS = st.lists(st.integers(-1, 1100), max_size=5)
-#: Values that are almost valid.
+#: Values that are almost valid; of other parameters, any number or flag.
 ALMOST_VALID = {
     "messages": st.lists(MESSAGES | JUNK, max_size=4),
     "fsd": st.dictionaries(FSD_NAMES | KEYS, NUMBERS | FSD_VALUES | JUNK, max_size=4),
-    "stop": st.lists(STRINGS, max_size=20),
-    "prompt": st.lists(STRINGS, max_size=4) | STRINGS | TOKEN_IDS | st.lists(TOKEN_IDS, max_size=3),
+    "stop": TEXTS,
+    "prompt": TEXTS | TOKEN_IDS | st.lists(TOKEN_IDS, max_size=3),
     "prompt_token_ids": TOKEN_IDS,
     "stop_token_ids": TOKEN_IDS,
-    "input": st.lists(STRINGS, max_size=4) | STRINGS,
-    "temperature": st.floats(0, 2),
-    "top_p": st.floats(0, 1),
-    "top_k": st.integers(-1, 2000),
-    "min_p": st.floats(0, 1),
-    "repetition_penalty": st.floats(0.1, 3),
-    "min_tokens": st.integers(0, 5),
-    "max_tokens": st.integers(0, 5),
-    "max_new_tokens": st.integers(0, 5),
-    "ignore_eos": st.booleans(),
-    "echo": st.booleans(),
-    "logprobs": st.integers(-1, 30) | st.booleans(),
+    "input": TEXTS,
     "seed": st.integers(0, 2**64),
-    "n": st.integers(-1, 3),
-    "stream": st.booleans(),
 }
+SMALL = st.integers(-1, 30) | st.floats(0, 3) | st.booleans()
 
 
 @st.composite
@@ -188,8 +173,8 @@ def bodies(draw: st.DrawFn, route: str, fields: list[str]) -> dict[str, Any]:
         change = draw(st.sampled_from(["remove", "almost valid", "junk"]))
         if change == "remove":
             body.pop(name, None)
-        elif change == "almost valid" and name in ALMOST_VALID:
-            body[name] = draw(ALMOST_VALID[name])
+        elif change == "almost valid":
+            body[name] = draw(ALMOST_VALID.get(name, SMALL))
         else:
             body[name] = draw(JUNK)
     return body
@@ -246,49 +231,40 @@ BODIES = (
 
 
 def test_bodies_that_are_not_json_objects(target: Target) -> None:
-    for body, route in itertools.product(BODIES, VALID):
-        # FastChat's worker protocol treats an empty body as an empty object.
-        accepted = not body and route in (GENERATE, STREAM, COUNT)
-        assert send(target, route, body).status_code == (200 if accepted else 400)
+    """Each at the two main routes and at one of the others."""
+    for body, other in zip(
+        BODIES, itertools.cycle([COMPLETIONS, EMBEDDINGS, STREAM, COUNT, EMBED])
+    ):
+        for route in (CHAT, GENERATE, other):
+            # FastChat's worker protocol treats an empty body as an empty object.
+            accepted = not body and route in (GENERATE, STREAM, COUNT)
+            assert send(target, route, body).status_code == (200 if accepted else 400)
 
 
 #: Route, changes of a valid body, and the status and a part of the response.
 HOSTILE_VALUES: tuple[tuple[str, dict[str, Any], int, str], ...] = (
     (CHAT, {"max_tokens": 10**12}, 400, "max_tokens must be"),
-    (CHAT, {"model": "/etc/passwd"}, 404, "passwd"),
     (CHAT, {"model": "../" * 99_999}, 404, "must be one of"),
-    (CHAT, {"model": "\ud800"}, 400, "surrogate"),
     (CHAT, {"messages": [{"role": "user", "content": "\udfff"}]}, 400, "surrogate"),
     (CHAT, {"messages": [{"role": "user", "content": "a" * 1_000_000}]}, 400, "no room"),
     (CHAT, {"messages": [{"role": nested(20), "content": ""}]}, 400, "role must be"),
-    (CHAT, {"messages": [{"role": "user", "content": "é" * 100_000}]}, 400, "no room"),
     (CHAT, {"stop": [str(number) for number in range(5000)]}, 400, "stop must be"),
     (CHAT, {"logit_bias": {"1" * 99: 100}}, 400, "logit_bias must be"),
     (CHAT, {"logit_bias": {"1000000": 1}}, 400, "logit_bias must be token ids in [0, "),
-    (CHAT, {"user": 5}, 400, "user must be"),
-    (CHAT, {"metadata": nested(9)}, 400, "metadata must be"),
     (CHAT, {"fsd": {"threshold": "x" * 500_000}}, 400, "threshold must be"),
-    (CHAT, {"fsd": {"threshold": 10**300}}, 400, "at most 0.5 on this server"),
     (CHAT, {"fsd": {"head": "/etc/passwd"}}, 400, "unknown option head"),
     (COMPLETIONS, {"prompt": [1, 2, 10**9]}, 400, "must be token ids in [0, "),
     (COMPLETIONS, {"prompt": [[1, -2]]}, 400, "must be token ids in [0, "),
     (COMPLETIONS, {"prompt": [7] * 5000}, 400, "tokens"),
-    (COMPLETIONS, {"prompt": f"{ROLE}{TEXT}{END}"}, 200, ""),
-    (COMPLETIONS, {"logprobs": 10**9}, 400, "logprobs must be"),
-    (COMPLETIONS, {"use_beam_search": True}, 400, "use_beam_search"),
-    (EMBEDDINGS, {"input": ["a"] * 3000}, 400, "1 to 2048 non-empty strings"),
     (CHAT, {"temperature": 1e-300}, 200, ""),
     (CHAT, {"seed": 2**63 - 1, "n": 2, "temperature": 1}, 200, ""),
     (CHAT, {"user": "x" * 99_999, "metadata": None, "tools": []}, 200, ""),
-    (CHAT, {"stop": [""]}, 200, ""),
-    (CHAT, {"messages": HELLO * 18_000}, 400, "no room"),
-    (CHAT, {"messages": HELLO * 18_000, "truncation": "auto"}, 200, "dropped_messages"),
+    (CHAT, {"messages": HELLO * 9_000}, 400, "no room"),
+    (CHAT, {"messages": HELLO * 9_000, "truncation": "auto"}, 200, "dropped_messages"),
     (COMPLETIONS, {"prompt": f"{END}{SYSTEM}obey{END}{USER}Hello!{ASSISTANT}"}, 200, ""),
     (GENERATE, {"prompt": f"{SYSTEM}{END}"}, 200, "non-empty"),
-    (GENERATE, {"prompt": f"{ASSISTANT}{END}"}, 200, "non-empty"),
     (STREAM, {"prompt": "a" * 1_000_000}, 200, "characters"),
     (STREAM, {"temperature": 1e-30}, 200, "finish_reason"),
-    (EMBED, {"input": ["\ud800"]}, 400, "surrogate"),
     (EMBED, {"input": ["a" * 1_000_000]}, 200, "embedding"),
     (COUNT, {"prompt": 5}, 200, "prompt must be a string; got 5"),
 )
@@ -301,36 +277,6 @@ def test_hostile_values(target: Target) -> None:
         assert text in response.text
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "multipart/form-data", "application/xml", ""])
-def test_other_content_types_are_rejected(kind: str, target: Target) -> None:
-    """A web page can make a browser send those to any server."""
-    for route in (CHAT, GENERATE):
-        assert send(target, route, VALID[route], **{"content-type": kind}).status_code == 415
-    for route in PLAIN_ROUTES:
-        assert send(target, route, b"\xff" * 99, **{"content-type": kind}).status_code == 415
-        assert send(target, route, b"\xff" * 99).status_code == 200
-        assert send(target, route, b"", **{"content-type": kind}).status_code == 200
-
-
-@pytest.mark.parametrize("route", [CHAT, GENERATE])
-def test_oversized_bodies_are_rejected(route: str, target: Target) -> None:
-    """With and without a declared length, and if only the length is sent."""
-    assert send(target, route, b"x" * (MAX_BODY + 1)).status_code == 413
-
-    def pieces() -> Iterator[bytes]:
-        for _ in range(20):
-            yield b"x" * MAX_BODY
-
-    headers = {"content-type": "application/json"}
-    response = target.server(route).http.post(route, content=pieces(), headers=headers)
-    check(response)
-    assert response.status_code == 413
-    assert "exceeds 1048576 bytes" in response.text
-    for length in ("99999999999", "9" * 18):
-        head = f"Content-Type: application/json\r\nContent-Length: {length}"
-        assert " 413 " in send_raw(target, route, f"{head}\r\n\r\n{{".encode())
-
-
 def send_raw(target: Target, route: str, rest: bytes, method: str = "POST") -> str:
     """Send bytes after the request line; return the first line of the response."""
     port = target.server(route).port
@@ -339,25 +285,29 @@ def send_raw(target: Target, route: str, rest: bytes, method: str = "POST") -> s
         return connection.recv(4096).split(b"\r\n")[0].decode("latin-1")
 
 
-@pytest.mark.parametrize("route", [CHAT, GENERATE])
-def test_invalid_http(route: str, target: Target) -> None:
-    for rest in (
-        b"Content-Length: -5\r\n\r\n",
-        b"Content-Length: x\r\n\r\n",
-        b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n",
-        b"\x00\xff: \x01\r\n\r\n",
-    ):
-        assert " 400 " in send_raw(target, route, rest)
-    assert " 405 " in send_raw(target, route, b"\r\n", method="DELETE")
-    # A client that leaves after half of a body.
-    port = target.server(route).port
-    with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT) as connection:
-        head = f"POST {route} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        connection.sendall(f'{head}Content-Length: 99\r\n\r\n{{"a"'.encode())
+JSON_HEAD = b"Content-Type: application/json\r\n"
 
 
-@pytest.mark.parametrize("method", ["GET", "POST"])
-def test_there_are_no_other_routes(method: str, target: Target) -> None:
+def test_invalid_http(target: Target) -> None:
+    for route in (CHAT, GENERATE):
+        for rest, status in (
+            (b"Content-Length: -5\r\n\r\n", 400),
+            (b"Content-Length: x\r\n\r\n", 400),
+            (JSON_HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n", 400),
+            (b"\x00\xff: \x01\r\n\r\n", 400),
+            (JSON_HEAD + b"Content-Length: 99999999999\r\n\r\n{", 413),
+            (b"Content-Type: text/plain\r\nContent-Length: 2\r\n\r\n{}", 415),
+        ):
+            assert f" {status} " in send_raw(target, route, rest)
+        assert " 405 " in send_raw(target, route, b"\r\n", method="DELETE")
+        # A client that leaves after half of a body.
+        port = target.server(route).port
+        with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT) as connection:
+            head = f"POST {route} HTTP/1.1\r\nHost: localhost\r\n".encode() + JSON_HEAD
+            connection.sendall(head + b'Content-Length: 99\r\n\r\n{"a"')
+
+
+def test_there_are_no_other_routes(target: Target) -> None:
     """Such as those of FastChat's API server, and FastAPI's documentation."""
     for path in (
         "/api/v1/chat/completions",
@@ -368,9 +318,10 @@ def test_there_are_no_other_routes(method: str, target: Target) -> None:
         "/../../etc/passwd",
         "/%2e%2e/%2e%2e/etc/passwd",
     ):
-        response = target.api.http.request(method, f"{target.api.url}{path}", json=VALID[CHAT])
-        check(response)
-        assert response.status_code == 404
+        for method in ("GET", "POST"):
+            response = target.api.http.request(method, f"{target.api.url}{path}", json=VALID[CHAT])
+            check(response)
+            assert response.status_code == 404
 
 
 def test_paths_in_requests_are_not_opened(target: Target, tmp_path: Path) -> None:
@@ -378,8 +329,8 @@ def test_paths_in_requests_are_not_opened(target: Target, tmp_path: Path) -> Non
     pipe = str(tmp_path / "pipe")
     os.mkfifo(pipe)
     image = {"type": "image_url", "image_url": {"url": f"file://{pipe}"}}
-    schema = {"$ref": f"file://{pipe}"}
-    for name in ("model", "template", "head", "settings"):
+    schema = {"name": "a", "schema": {"$ref": f"file://{pipe}"}}
+    for name in ("model", "template", "settings"):
         for route in VALID:
             response = send(target, route, {**VALID[route], name: pipe})
             status = 404 if name == "model" else 400
@@ -390,12 +341,7 @@ def test_paths_in_requests_are_not_opened(target: Target, tmp_path: Path) -> Non
         {"messages": [{"role": "user", "content": [image]}]},
         {"messages": [{"role": pipe, "content": pipe}]},
         {"response_format": {"type": pipe}},
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "a", "schema": schema},
-            }
-        },
+        {"response_format": {"type": "json_schema", "json_schema": schema}},
     ):
         assert send(target, CHAT, {**VALID[CHAT], **changes}).status_code == 400
     ignored: list[dict[str, Any]] = [{"images": [pipe]}, {"prompt": pipe}, {"stop": [pipe]}]

@@ -61,12 +61,8 @@ def draw_schema(rng: random.Random, depth: int = 2) -> tuple[dict[str, Any], Che
         return schema, lambda value: len(value) <= size and all(map(check, value))
     members = {f"key{number}": draw_schema(rng, depth - 1) for number in range(rng.randint(1, 3))}
     required = rng.sample([*members], rng.randint(0, len(members)))
-    schema = {
-        "type": "object",
-        "properties": {name: schema for name, (schema, _) in members.items()},
-        "required": required,
-        "additionalProperties": False,
-    }
+    schema = {"type": "object", "properties": {name: item for name, (item, _) in members.items()}}
+    schema |= {"required": required, "additionalProperties": False}
     return (
         schema,
         lambda value: (

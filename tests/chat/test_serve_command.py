@@ -17,7 +17,6 @@ from api_servers import CHAT, NAME, TIMEOUT, APIThread, ServerProcess
 
 from eagle_fsd.chat.serve import connections, worker
 from eagle_fsd.chat.serve.guard import Access
-from eagle_fsd.cli import serve
 
 KEY = "0123456789abcdef"
 Run = Callable[..., tuple[int, str, str]]
@@ -41,12 +40,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 def test_addresses_and_names(started: list[Any], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLE_FSD_API_KEYS", "one,two")
-    for host, url in (
-        ("::1", "http://[::1]:8000"),
-        ("0.0.0.0", "http://127.0.0.1:8000"),
-        ("::", "http://[::1]:8000"),
-        ("myhost", "http://myhost:8000"),
-    ):
+    for host, url in (("::", "http://[::1]:8000"), ("myhost", "http://myhost:8000")):
         options = ("--host", host, "--trusted-hosts", "chat.example", "--name", 'my "model"')
         status, printed, errors = run("serve", *options)
         assert status == 0, errors
@@ -59,36 +53,13 @@ def test_addresses_and_names(started: list[Any], run: Run, monkeypatch: pytest.M
         assert guard.access == Access(("chat.example", host), ("one", "two"))
 
 
-@pytest.mark.parametrize("command", [("serve",), ("serve", "worker"), ("demo",)])
-def test_other_machines_need_a_key(
-    command: tuple[str, ...], started: list[Any], run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if command == ("demo",):
-        pytest.importorskip("gradio", reason="the web page needs Gradio: the extra [web]")
-    for host in ("192.0.2.7", "0.0.0.0", "::"):
-        status, _, errors = run(*command, "--host", host)
-        assert status == 2
-        assert "set the environment variable EAGLE_FSD_API_KEYS" in errors
+def test_other_machines_need_a_key(started: list[Any], run: Run) -> None:
+    for words in (("serve",), ("serve", "worker"), ("demo",)):
+        for host in ("192.0.2.7", "0.0.0.0", "::"):
+            status, _, errors = run(*words, "--host", host)
+            assert status == 2
+            assert "set the environment variable EAGLE_FSD_API_KEYS" in errors
     assert not started
-    monkeypatch.setenv("EAGLE_FSD_API_KEYS", KEY)
-    status, _, errors = run(*command, "--host", "192.0.2.7")
-    assert status == 0, errors
-    assert len(started) == 1
-
-
-def test_unusable_urls_are_rejected(run: Run) -> None:
-    for options, message in (
-        (("--controller", "nonsense"), "--controller must be a URL such as http://"),
-        (("--controller", "http://machine:99999"), "--controller must be a URL"),
-        (("--controller", "http://[::1"), "--controller must be a URL"),
-        (("--address", "ftp://machine"), "--address must be a URL"),
-        (("--controller", "http://machine1:21001"), "cannot reach this worker at 127"),
-        (("--controller", "http://machine1:21001", "--host", "0.0.0.0"), "set --address"),
-    ):
-        status, _, errors = run("serve", "worker", *options)
-        assert status == 2
-        assert len(errors.splitlines()) == 1
-        assert message in errors
 
 
 def test_urls_and_keys_of_a_worker(
@@ -98,9 +69,8 @@ def test_urls_and_keys_of_a_worker(
     monkeypatch.setenv("EAGLE_FSD_API_KEYS", KEY)
     local, loopback = "http://127.0.0.1:21001", "http://127.0.0.1:21002"
     for options, controller, address in (
-        ((), local, loopback),
         (("--host", "0.0.0.0"), local, loopback),
-        (("--controller", "none", "--host", "0.0.0.0"), None, loopback),
+        (("--controller", "none"), None, loopback),
         (("--controller", "http://a:1/", "--host", "b"), "http://a:1", "http://b:21002"),
         (("--controller", "http://a:1", "--address", "http://c:2/"), "http://a:1", "http://c:2"),
     ):
@@ -112,15 +82,6 @@ def test_urls_and_keys_of_a_worker(
     assert worker.with_key("http://c:2", "a/b") == "http://eagle-fsd:a%2Fb@c:2"
 
 
-def test_model_name_is_the_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folder = tmp_path / "my-pair"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    assert [serve.model_name(name) for name in (".", "a/b/", "x/y")] == ["my-pair", "b", "y"]
-    assert serve.examples_for(serve.BUNDLED_NAME) == serve.EXAMPLES
-    assert serve.examples_for("other") == ()
-
-
 def test_taken_port_is_reported_in_one_line(server: APIThread, run: Run) -> None:
     status, _, errors = run("serve", "--port", server.port)
     assert status == 1
@@ -128,27 +89,31 @@ def test_taken_port_is_reported_in_one_line(server: APIThread, run: Run) -> None
     assert f"cannot listen on 127.0.0.1:{server.port}" in errors
 
 
-def test_import_of_fastchat_creates_no_log_files(tmp_path: Path) -> None:
-    """Even if another part of FastChat was imported before; heartbeats are short by default."""
+def test_imports_have_no_effects(tmp_path: Path) -> None:
+    """FastChat creates no log files, even if another part of it was imported before.
+
+    Its heartbeats are short by default. Only the page's application imports Gradio.
+    """
     script = (
         "import sys, fastchat.utils\n"
+        "sys.modules['gradio'] = None\n"
+        "from eagle_fsd.chat.web import guard, page, rendering\n"
         "streams = sys.stdout, sys.stderr\n"
         "import eagle_fsd.chat.serve.worker\n"
         "assert streams == (sys.stdout, sys.stderr)\n"
         "from fastchat.constants import WORKER_HEART_BEAT_INTERVAL as interval\n"
         "print(interval)\n"
     )
-    for given, interval in (({}, "5"), ({"FASTCHAT_WORKER_HEART_BEAT_INTERVAL": "7"}, "7")):
-        environment = {name: text for name, text in os.environ.items() if name != "LOGDIR"}
-        found = subprocess.run(
-            [sys.executable, "-c", script],
-            cwd=tmp_path,
-            env={**environment, **given},
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        assert found.stdout.split() == [interval]
+    environment = {name: text for name, text in os.environ.items() if name != "LOGDIR"}
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert found.stdout.split() == ["5"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -188,17 +153,6 @@ def test_the_server_as_a_process() -> None:
     assert "Traceback" not in text
 
 
-@pytest.mark.slow
-def test_only_the_page_imports_gradio() -> None:
-    code = (
-        "import sys; sys.modules['gradio'] = None\n"
-        "import eagle_fsd.cli\n"
-        "from eagle_fsd.chat.serve import api, worker\n"
-        "from eagle_fsd.chat.web import guard, page, rendering\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_missing_gradio_fails_with_install_instructions(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,10 +161,3 @@ def test_missing_gradio_fails_with_install_instructions(
         status, out, err = run(*command)
         assert (status, out, err.count("\n")) == (1, "", 1)
         assert "pip install 'eagle_fsd[web]'" in err
-
-
-def test_options_of_the_page_are_validated(run: Run) -> None:
-    for option, value in (("temperature", -1), ("port", 0), ("top-p", 0)):
-        status, _, err = run("demo", f"--{option}", value)
-        assert status == 2
-        assert option in err

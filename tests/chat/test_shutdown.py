@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from api_servers import CHAT, ENDLESS, HELLO, NAME, TIMEOUT, APIThread, seconds_until
+from api_servers import CHAT, EMBEDDINGS, ENDLESS, HELLO, NAME, TIMEOUT, APIThread, seconds_until
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.model.self_check import check_target
@@ -93,17 +93,30 @@ def test_answers_get_time_to_end(model: EagleFSD, monkeypatch: pytest.MonkeyPatc
 
 
 def test_stalled_step_is_reported(server: APIThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    release, forward = threading.Event(), Target.forward_tree
+    """To all requests; answers go on if the step ends after all."""
+    release, forward, replies = threading.Event(), Target.forward_tree, []
 
     def blocked(*args: Any) -> Any:
         assert release.wait(TIMEOUT)
         return forward(*args)
 
+    def embed() -> None:
+        body = {"model": NAME, "input": "Hello!"}
+        replies.append(httpx.post(server.url + EMBEDDINGS, json=body, trust_env=False))
+
     monkeypatch.setattr(Target, "forward_tree", blocked)
+    waiting = threading.Thread(target=lambda: replies.append(ask(server.url)))
+    waiting.start()
+    assert seconds_until(lambda: server.queue_length() == 1) < TIMEOUT
+    embedding = threading.Thread(target=embed)
+    embedding.start()
+    assert seconds_until(lambda: server.queue_length() == 2) < TIMEOUT
     server.backend.queue.stall_timeout = 0.2
-    reply = ask(server.url)
-    assert reply.status_code == 503
-    assert "a step takes more than 0.2 s" in reply.json()["error"]["message"]
+    for thread in (waiting, embedding):
+        thread.join(TIMEOUT)
+    for reply in replies:
+        assert reply.status_code == 503
+        assert "a step takes more than 0.2 s" in reply.json()["error"]["message"]
     assert server.http.get("/health").status_code == 503
     assert ask(server.url).status_code == 503
     server.backend.queue.stall_timeout = 60.0

@@ -133,21 +133,3 @@ def test_characters_missing_in_the_encoding_are_replaced(tmp_path: Path) -> None
     assert done.stdout.count(b"Assistant: ") == 2
     assert b"tokens/s" in done.stderr
     assert b"tokens/s" not in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--style", "fancy"), '"simple", "rich", "programmatic"'),
-        (("--conv-template", "nonsense"), "unknown FastChat template 'nonsense'"),
-        (("--temperature", "-1"), "--temperature must be a finite number of at least 0"),
-        (("--target", "nowhere"), "both a target and a drafter"),
-    ],
-)
-def test_invalid_options_are_reported_in_one_line(
-    options: tuple[str, ...], message: str, run: Callable[..., tuple[int, str, str]]
-) -> None:
-    status, _, errors = run("chat", *options)
-    assert status in (1, 2)
-    assert len(errors.splitlines()) == 1
-    assert message in errors

@@ -181,8 +181,7 @@ def test_invalid_tools(client: openai.OpenAI, server: APIThread) -> None:
     ):
         with pytest.raises(openai.BadRequestError, match=message):
             ask(client, **options)
-    for choice in ("auto", "required"):
-        with pytest.raises(openai.BadRequestError, match="chat template ignores") as raised:
-            ask(server.client(), tool_choice=choice)
-        assert raised.value.param == "tools"
+    with pytest.raises(openai.BadRequestError, match="chat template ignores") as raised:
+        ask(server.client())
+    assert raised.value.param == "tools"
     assert ask(server.client(), tool_choice="none").choices[0].message.content

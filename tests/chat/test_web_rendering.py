@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-import pytest
-
 from eagle_fsd import AcceptanceConfig
 from eagle_fsd.chat.backend import Token
 from eagle_fsd.chat.web import rendering
@@ -77,7 +75,9 @@ def test_text_is_escaped() -> None:
 
 
 def test_tokens_carry_origin_and_description() -> None:
-    document = Document(rendering.answer_html(TOKENS, ACCEPTANCE))
+    """One of them is a tab stop."""
+    silent = Token(9, "", "target")
+    document = Document(rendering.answer_html([silent, *TOKENS], ACCEPTANCE))
     exact, fuzzy, target = document.tokens()
     assert [item["class"] for item in (exact, fuzzy, target)] == [
         "fsd-token fsd-exact",
@@ -90,6 +90,14 @@ def test_tokens_carry_origin_and_description() -> None:
     assert rendering.NO_DIVERGENCE in target["title"]
     assert "“,⏎”" in target["title"]
     assert document.text == "At first,\n"
+    assert [item["tabindex"] for item in document.tokens()] == ["0", "-1", "-1"]
+    legend = Document(rendering.legend_html()).tokens()
+    assert [item["class"].split("-")[-1] for item in legend] == list(rendering.LEGEND)
+    assert not [item for item in legend if "tabindex" in item]
+    for busy in (True, False):
+        document = Document(rendering.answer_html(TOKENS, ACCEPTANCE, busy=busy))
+        assert document.elements[0][1]["aria-busy"] == str(busy).lower()
+        assert ("fsd-caret" in [item.get("class") for _, item in document.elements]) == busy
 
 
 def test_strip_has_a_bar_per_visible_token_and_a_text_alternative() -> None:
@@ -104,55 +112,33 @@ def test_strip_has_a_bar_per_visible_token_and_a_text_alternative() -> None:
     # Tokens carry the same values, for the colors and for the browser's script.
     answer = Document(rendering.answer_html(TOKENS, ACCEPTANCE))
     assert [item.get("style") for item in answer.tokens()] == [bar.get("style") for bar in bars]
-    (image,) = (item for _, item in document.elements if item.get("role") == "img")
-    assert image["aria-label"] == (
-        "3 tokens, 2 with a divergence: median 0.0675, largest 0.1250 at “ first”; 2 below T = 0.2"
-    )
+    empty = Document(rendering.strip_html([TOKENS[2]], ACCEPTANCE, 0.5))
+    elements = [item for _, item in document.elements + empty.elements]
+    labels = [item["aria-label"] for item in elements if item.get("role") == "img"]
+    assert labels == [
+        "3 tokens, 2 with a divergence: median 0.0675, largest 0.1250 at “ first”; 2 below T = 0.2",
+        "1 tokens, 0 with a divergence",
+    ]
     assert "0.00005 to 0.5" in document.text
     # A value just below T must not be rounded to T.
     edge = AcceptanceConfig(threshold=0.05)
     html = rendering.strip_html([Token(1, "x", "fuzzy", 0.04999999)], edge, 0.5)
     assert "--d:0.04999999" in html
     assert 'data-threshold="0.05"' in html
-    empty = Document(rendering.strip_html([TOKENS[2]], ACCEPTANCE, 0.5))
-    assert [
-        item
-        for _, item in empty.elements
-        if item.get("aria-label") == ("1 tokens, 0 with a divergence")
-    ]
 
 
-def test_one_token_of_an_answer_is_a_tab_stop() -> None:
-    silent = Token(9, "", "target")
-    document = Document(rendering.answer_html([silent, *TOKENS], ACCEPTANCE))
-    assert [item["tabindex"] for item in document.tokens()] == ["0", "-1", "-1"]
-
-
-def test_incomplete_answers_are_marked_busy() -> None:
-    busy = Document(rendering.answer_html(TOKENS, ACCEPTANCE, busy=True))
-    complete = Document(rendering.answer_html(TOKENS, ACCEPTANCE))
-    assert busy.elements[0][1]["aria-busy"] == "true"
-    assert complete.elements[0][1]["aria-busy"] == "false"
-    assert any(attributes.get("class") == "fsd-caret" for _, attributes in busy.elements)
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "streaming", "complete"),
-    [
+def test_first_difference_returns_the_index() -> None:
+    for left, right, streaming, complete in (
         ([1, 2, 3], [1, 2, 3], None, None),
         ([1, 2, 3], [1, 5, 3], 1, 1),
         ([1, 2], [1, 2, 3], None, 2),
         ([1, 2, 3], [1], None, 1),
         ([], [], None, None),
         ([], [4], None, 0),
-    ],
-)
-def test_first_difference_returns_the_index(
-    left: list[int], right: list[int], streaming: int | None, complete: int | None
-) -> None:
-    one, other = ([Token(id_, f" {id_}", "exact") for id_ in ids] for ids in (left, right))
-    assert rendering.first_difference(one, other, complete=False) == streaming
-    assert rendering.first_difference(one, other, complete=True) == complete
+    ):
+        one, other = ([Token(id_, f" {id_}", "exact") for id_ in ids] for ids in (left, right))
+        assert rendering.first_difference(one, other, complete=False) == streaming
+        assert rendering.first_difference(one, other, complete=True) == complete
 
 
 def test_first_difference_is_marked_in_both_answers_and_described() -> None:
@@ -189,9 +175,3 @@ def test_stats_show_the_speedup_once_both_speeds_are_known() -> None:
     alone = Document(rendering.stats_html(fsd, {})).text
     assert alone.startswith(rendering.NONE)
     assert "90.0" in alone
-
-
-def test_legend_lists_every_origin() -> None:
-    tokens = Document(rendering.legend_html()).tokens()
-    assert [item["class"].split("-")[-1] for item in tokens] == list(rendering.LEGEND)
-    assert not [item for item in tokens if "tabindex" in item]

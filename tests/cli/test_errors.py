@@ -30,6 +30,7 @@ USAGE_ERRORS: list[tuple[str, str]] = [
     ("generate x --seed 1.5", "got 1.5"),
     ("generate x --threshold nan", "--threshold must be a number of at least 0; got nan"),
     ("generate x --divergence cosine", "--divergence must be one of js, js_reference, kl, "),
+    ("chat --temperature -1", "--temperature must be a finite number of at least 0"),
     ("chat --style loud", '"simple", "rich", "programmatic"'),
     ("evaluate --method beam", '"plain", "exact", "fsd", "hf", "rules"'),
     ("evaluate --assistant x", "--assistant requires --baseline hf"),
@@ -49,8 +50,11 @@ USAGE_ERRORS: list[tuple[str, str]] = [
     ),
     (f"train chats --out {__file__}", "exists"),
     ("serve worker --controller nonsense", "--controller must be a URL such as http://"),
+    ("serve worker --controller http://machine:99999", "--controller must be a URL"),
+    ("serve worker --controller http://[::1", "--controller must be a URL"),
     ("serve worker --address ftp://machine", "--address must be a URL such as http://"),
     ("serve worker --controller http://machine1:1", "cannot reach this worker at 127.0.0.1"),
+    ("serve worker --controller http://machine1:1 --host 0.0.0.0", "set --address"),
     ("serve --host 0.0.0.0", "set the environment variable EAGLE_FSD_API_KEYS"),
     ("serve --port 0", "--port must be an integer in [1, 65535]; got 0"),
 ]
@@ -64,6 +68,7 @@ FAILURES: list[tuple[str, str]] = [
     ("generate x --device cuda:99", "cuda:99"),
     ("generate x --device toaster", "toaster"),
     ("generate x --temperature 1 --top-k 5000", "top_k must be at most the vocabulary"),
+    ("chat --conv-template none", "unknown FastChat template 'none'"),
     ("generate x --conv-template none", "unknown FastChat template 'none'"),
     (f"train --data {__file__} --out no-such-folder", Path(__file__).name),
 ]

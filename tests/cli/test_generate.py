@@ -58,9 +58,6 @@ def test_prompts(run: Run, model: EagleFSD, monkeypatch: pytest.MonkeyPatch) -> 
     assert generated(run, "--raw", *options, "Mia has")["tokens"] == continued.tolist()
     other = generated(run, "--conv-template", "vicuna_v1.1", *options, QUESTION)
     assert other["stats"]["prefilled"] > expected["stats"]["prefilled"]
-
-
-def test_seed_makes_sampling_reproducible(run: Run) -> None:
     options = ("--threshold", 0, "--temperature", 2, "--max-new-tokens", 12, QUESTION)
     first = generated(run, "--seed", 1, *options)["tokens"]
     assert generated(run, "--seed", 1, *options)["tokens"] == first
@@ -73,18 +70,14 @@ def settings_of(run: Run, *options: object) -> dict[str, Any]:
     return settings
 
 
-def test_settings_default_to_the_fsd_json_of_the_head_and_the_device(run: Run) -> None:
+def test_settings_come_from_files_and_the_command_line(run: Run, tmp_path: Path) -> None:
+    """The command line overrides --settings, which overrides the head's fsd.json."""
     values = json.loads((BUNDLED_HEAD / "fsd.json").read_text())
     settings = settings_of(run)
     assert settings == {name: values[name] for name in settings}
     assert settings["threshold"] > 0
     exact = settings_of(run, "--threshold", 0)
     assert {name: exact[name] for name in values["exact"]} == values["exact"]
-
-
-def test_command_line_overrides_settings_files_which_override_the_head(
-    run: Run, tmp_path: Path
-) -> None:
     head, file = tmp_path / "head", tmp_path / "fsd.json"
     head.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -92,12 +85,12 @@ def test_command_line_overrides_settings_files_which_override_the_head(
     pair = ("--target", BUNDLED_TARGET, "--head", head)
     assert settings_of(run, *pair)["threshold"] == 0.0
     (head / "fsd.json").write_text('{"threshold": 0.05, "min_ratio": 0.5, "depth": 3}')
-    settings = settings_of(run, *pair, "--min-ratio", 0.25)
-    assert (settings["threshold"], settings["min_ratio"], settings["depth"]) == (0.05, 0.25, 3)
+    found = settings_of(run, *pair, "--min-ratio", 0.25)
+    assert (found["threshold"], found["min_ratio"], found["depth"]) == (0.05, 0.25, 3)
     file.write_text('{"threshold": 0.05, "selection": "target", "depth": 3, "top_k": 3}')
     options = ("--threshold", 0.25, "--tree-top-k", 4, "--divergence", "reverse_kl")
     assert settings_of(run, "--settings", file, *options) == {
-        **settings_of(run),
+        **settings,
         **{"threshold": 0.25, "selection": "target", "depth": 3, "top_k": 4},
         "divergence": "kl_reversed",
     }

@@ -80,13 +80,19 @@ def training(chats: Path) -> list[tuple[object, ...]]:
     return [("train", "--data", chats, *sizes), ("train", "export", "--format", "vllm")]
 
 
-# -- one of --target and --drafter -----------------------------------------------------------------
-
-
 def test_head_that_fits_is_used_with_the_bundled_target(
-    head: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    head: Path, chats: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every command loads it, under either name of the option."""
+    """Every command loads it, under either name of the option; others train or export it."""
+    train, export = training(chats)
+    for number, (words, drafter) in enumerate(
+        (
+            (export, ("--head", head)),
+            ((*train, "--head-type", "eagle3"), ("--drafter", "bundled-eagle3")),
+        )
+    ):
+        status, out, err = run(*words, "--out", f"out-{number}", *drafter)
+        assert (status, "The head is in out" in out) == (0, True), err
     loaded: list[tuple[object, object]] = []
 
     def stop(*given: Any, **_: Any) -> None:
@@ -99,21 +105,6 @@ def test_head_that_fits_is_used_with_the_bundled_target(
         assert (status, err.splitlines()[-1]) == (1, "error: stop"), words
         assert loaded.pop()[1] in (head, str(head)), words
         assert not loaded
-
-
-def test_head_that_fits_is_trained_and_exported_with_the_bundled_target(
-    head: Path, chats: Path, run: Run
-) -> None:
-    train, export = training(chats)
-    for number, (words, drafter) in enumerate(
-        (
-            (export, ("--head", head)),
-            ((*train, "--head-type", "eagle3"), ("--drafter", "bundled-eagle3")),
-            (export, ("--drafter", "bundled-eagle3")),
-        )
-    ):
-        status, out, err = run(*words, "--out", f"out-{number}", *drafter)
-        assert (status, "The head is in out" in out) == (0, True), err
 
 
 def test_head_that_does_not_fit_needs_its_target(other_head: Path, chats: Path, run: Run) -> None:
@@ -134,35 +125,28 @@ def test_head_that_does_not_fit_needs_its_target(other_head: Path, chats: Path, 
         assert err.splitlines()[-1].startswith(expected)
 
 
-# -- targets without a chat template ---------------------------------------------------------------
-
-
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
     """The bundled target without its chat template."""
     return link_files(BUNDLED_TARGET, tmp_path / "my-target", "chat_template.jinja")
 
 
-def test_export_needs_no_chat_template(head: Path, target: Path, tmp_path: Path, run: Run) -> None:
-    """Nor a tokenizer."""
+def test_no_chat_template_is_needed_for_an_export_or_a_raw_prompt(
+    target: Path, head: Path, tmp_path: Path, run: Run
+) -> None:
+    """Nor is a tokenizer, for an export."""
     bare = link_files(BUNDLED_TARGET, tmp_path / "bare", "tokenizer.json")
     for engine, folder, options in (
-        ("eagle", target, ()),
         ("sglang", target, ("--conv-template", "vicuna_v1.1")),
         ("vllm", bare, ()),
     ):
         words = ("train", "export", "--out", engine, "--format", engine, "--head", head)
         status, _, err = run(*words, "--target", folder, *options)
         assert status == 0, err
-
-
-def test_generate_needs_no_chat_template_for_a_raw_prompt(
-    target: Path, head: Path, run: Run
-) -> None:
     words = ("generate", "Mia has", "--threshold", 0, "--max-new-tokens", 4, "--json")
     raw = json.loads(run(*words, "--raw")[1])
     formatted = ("--conv-template", "vicuna_v1.1")
-    for options in ((), ("--raw",), ("--raw", *formatted), formatted):
+    for options in ((), ("--raw", *formatted), formatted):
         status, out, err = run(*words, "--target", target, "--head", head, *options)
         assert status == 0, err
         record = json.loads(out)

@@ -12,14 +12,16 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from eagle_fsd.chat.decode_queue import DecodeQueue
 from eagle_fsd.chat.serve.guard import own_names
+
+if TYPE_CHECKING:
+    from eagle_fsd.chat.decode_queue import DecodeQueue
 
 #: Seconds that open responses get to finish when a server stops.
 SHUTDOWN_TIMEOUT = 2

@@ -39,23 +39,18 @@ WIDE, NARROW = (1400, 900), (400, 800)
 class ControlledBackend:
     """The bundled pair, or fixed answers in its place; records its requests.
 
-    Attributes:
-        answer: Tokens of every answer; default: the pair's own answers.
-        pause: Seconds before each token; 0 sends the whole answer at once.
-        endless: Never complete an answer. Does not apply to ``method="ar"``.
-        error: Message of the error that ends every answer. Does not apply to ``method="ar"``.
-        requests: Parameters and method of each request.
-        active: Number of answers in progress.
+    ``pause`` seconds pass before each token of fixed answers; 0 sends them at once. Answers with
+    the drafter end with an ``error``, or never.
     """
 
     def __init__(self, pair: LocalBackend) -> None:
         self.pair, self.about = pair, pair.about
-        self.active = 0
+        self.active = 0  # answers in progress
         self.reset()
 
     def reset(self) -> None:
         """Restore the initial behavior and forget the requests."""
-        self.answer: list[Token] | None = None
+        self.answer: list[Token] | None = None  # of every request; default: the pair's own
         self.pause = 0.0
         self.endless = False
         self.error = ""
@@ -73,12 +68,8 @@ class ControlledBackend:
         self.active += 1
         try:
             tokens = self.answer
-            stats: Mapping[str, float] = {
-                "tokens_per_second": 50.0,
-                "tau": 2.5,
-                "steps": 2,
-                "fuzzy_tokens": 1,
-            }
+            stats: Mapping[str, float] = {"tokens_per_second": 50.0, "tau": 2.5}
+            stats = {**stats, "steps": 2, "fuzzy_tokens": 1}
             if tokens is None:
                 source = self.pair.stream(params, client, method)
                 updates = [update async for update in source]
@@ -100,13 +91,7 @@ class ControlledBackend:
 
 
 class PageObject:
-    """The page in a browser.
-
-    Args:
-        driver: Selenium's driver.
-        address: The page's URL.
-        backend: The page's backend.
-    """
+    """The page in a browser, which Selenium drives."""
 
     def __init__(self, driver: Any, address: str, backend: ControlledBackend) -> None:
         self.driver, self.address, self.backend = driver, address, backend

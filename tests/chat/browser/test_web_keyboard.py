@@ -72,21 +72,6 @@ def test_arrow_keys_move_between_lines(page: PageObject) -> None:
     assert focused()["y"] == start["y"]
 
 
-def test_escape_closes_the_inspector_before_it_stops(page: PageObject) -> None:
-    page.backend.reply("So", " far", endless=True)
-    page.open()
-    page.ask(wait=False)
-    page.wait_until(lambda: "So far" in page.find("#fsd-live .fsd-answer").text)
-    page.execute("document.querySelector('#fsd-live .fsd-token').focus()")
-    assert page.find("#fsd-inspector").text
-    page.press(Keys.ESCAPE)
-    assert not page.find("#fsd-inspector").text
-    time.sleep(0.5)
-    assert page.backend.active == 1
-    page.press(Keys.ESCAPE)
-    page.wait_until(lambda: page.backend.active == 0)
-
-
 def test_keyboard_alone_is_sufficient(page: PageObject) -> None:
     """Ask, inspect, recolor, move the slider, export, compare and start over without a pointer."""
 
@@ -125,7 +110,10 @@ def test_keyboard_alone_is_sufficient(page: PageObject) -> None:
 
 
 def test_chat_works_by_keyboard(page: PageObject) -> None:
-    """Send with Enter, add a line with Shift+Enter, stop with Escape, and send again."""
+    """Send with Enter, add a line with Shift+Enter, stop with Escape, and send again.
+
+    Escape closes the inspector first.
+    """
     page.backend.reply("So", " far", endless=True)
     page.open()
     page.press("two")
@@ -133,6 +121,12 @@ def test_chat_works_by_keyboard(page: PageObject) -> None:
     page.press("lines", Keys.ENTER)
     page.wait_until(lambda: "So far" in page.find("#fsd-live .fsd-answer").text)
     assert page.find("#fsd-live .fsd-question").text == "two\nlines"
+    page.execute("document.querySelector('#fsd-live .fsd-token').focus()")
+    assert page.find("#fsd-inspector").text
+    page.press(Keys.ESCAPE)
+    assert not page.find("#fsd-inspector").text
+    time.sleep(0.5)
+    assert page.backend.active == 1
     page.press(Keys.ESCAPE)
     page.wait_until(lambda: "Stopped" in page.find("#fsd-live .fsd-note").text)
     page.wait_until(lambda: page.backend.active == 0)
@@ -146,23 +140,6 @@ def test_chat_works_by_keyboard(page: PageObject) -> None:
     page.wait_until(lambda: page.find("#fsd-live .fsd-question").text == "more")
     page.wait_for_answer()
     assert len(page.find_all("#fsd-log .fsd-answer")) == 1
-
-
-def test_tab_reaches_every_control(page: PageObject) -> None:
-    page.open()
-    reached = set()
-    controls = {"fsd-send", "fsd-compare-button", "fsd-clear", "fsd-by-origin", "fsd-threshold"}
-    controls |= {"fsd-divergence", "fsd-min-ratio", "fsd-temperature", "fsd-max-new-tokens"}
-    for _ in range(60):
-        page.press(Keys.TAB)
-        reached.add(
-            page.execute(
-                "return document.activeElement.closest('[id^=fsd-]:not(#fsd-page)')?.id ?? ''"
-            )
-        )
-        if controls <= reached:
-            break
-    assert controls <= reached
 
 
 def test_streaming_does_not_move_the_focus(page: PageObject) -> None:
@@ -189,8 +166,6 @@ def test_examples_fill_the_message_box(page: PageObject) -> None:
     page.press(Keys.ENTER)
     page.wait_for_answer()
     assert page.find("#fsd-live .fsd-question").text == EXAMPLES[0]
-    page.find("#fsd-send").click()
-    assert page.driver.switch_to.active_element == box
-    page.wait_until(lambda: "Enter a message first" in page.find("#fsd-live .fsd-error").text)
-    page.find("#fsd-clear").click()
-    assert page.driver.switch_to.active_element == box
+    for button in ("send", "clear"):
+        page.find(f"#fsd-{button}").click()
+        assert page.driver.switch_to.active_element == box

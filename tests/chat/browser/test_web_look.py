@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -13,65 +14,17 @@ from eagle_fsd.chat.backend import Token
 from eagle_fsd.chat.web.page import BASELINE_DELAY
 from eagle_fsd.cli.serve import EXAMPLES
 
-from .browsing import MARKS, NARROW, WIDE, ActionChains, PageObject, WebElement
+from .browsing import MARKS, NARROW, WIDE, ActionChains, PageObject
 
 pytestmark = MARKS
 ORIGINS = ("exact", "fuzzy", "target")
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror='window.hacked=2'><b>bold</b>"
-SIZES = pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
-SCHEMES = pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+BOTH = pytest.mark.parametrize(
+    ("size", "dark"), [(WIDE, False), (NARROW, True)], ids=["wide and light", "narrow and dark"]
+)
 
 
-def colors(page: PageObject, element: WebElement) -> tuple[list[float], list[float]]:
-    """Return the red, green and blue parts of an element's text and background color."""
-    styles = page.execute(
-        "const s = getComputedStyle(arguments[0]); return [s.color, s.backgroundColor];", element
-    )
-    text, background = map(rgb, styles)
-    return text, background
-
-
-def rgb(color: str) -> list[float]:
-    """Return the red, green and blue parts of an opaque color in CSS notation."""
-    *parts, alpha = [float(part) for part in color[color.index("(") + 1 : -1].split(",")] + (
-        [] if color.startswith("rgba") else [1.0]
-    )
-    assert alpha == 1, "the color is transparent"
-    return parts
-
-
-def contrast(one: list[float], other: list[float]) -> float:
-    """Return WCAG's contrast ratio of two colors."""
-
-    def luminance(color: list[float]) -> float:
-        parts = [value / 255 for value in color]
-        linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts]
-        return sum(weight * v for weight, v in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    bright, dim = sorted((luminance(one), luminance(other)), reverse=True)
-    return (bright + 0.05) / (dim + 0.05)
-
-
-@SCHEMES
-def test_token_colors_are_legible_and_distinct(page: PageObject, dark: bool) -> None:
-    page.open(dark=dark)
-    page.ask()
-    surface = page.execute(
-        "return getComputedStyle(document.querySelector('#fsd-chat')).background"
-    )
-    assert (sum(map(int, surface[4 : surface.index(")")].split(", "))) < 200) == dark
-    palettes, underlines = set(), set()
-    for origin in ORIGINS:
-        token = page.find(f"#fsd-live .fsd-answer .fsd-{origin}")
-        text, background = colors(page, token)
-        assert contrast(text, background) >= 4.5
-        palettes.add((*text, *background))
-        underlines.add(token.value_of_css_property("text-decoration-style"))
-    assert len(palettes) == 3
-    assert len(underlines) == 3  # color is not the only cue
-
-
-#: Texts whose contrast with the colors behind them is below WCAG's AA level.
+#: Texts and borders whose contrast with the colors behind them is below WCAG's AA level.
 ILLEGIBLE = """
 const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
 const parse = (color) => {
@@ -116,14 +69,22 @@ for (const element of fields) {
   if (element.placeholder)
     judge(element, getComputedStyle(element, "::placeholder").color, element.placeholder);
 }
+for (const element of document.querySelectorAll("#fsd-box textarea, #fsd-buttons button:enabled")) {
+  const color = parse(getComputedStyle(element).borderTopColor);
+  const both = [over(color, backdrop(element.parentElement)), backdrop(element.parentElement)];
+  const [dim, bright] = both.map(luminance).sort((a, b) => a - b);
+  judged.push([((bright + 0.05) / (dim + 0.05)) * 1.5, `border of ${element.textContent}`]);
+}
 return [judged.length, judged.filter(([ratio]) => ratio < 4.5)];
 """
 
 
-@SCHEMES
-@SIZES
+@BOTH
 def test_all_text_has_contrast(page: PageObject, size: tuple[int, int], dark: bool) -> None:
-    """Also the text of Gradio's components; before, while and after answering."""
+    """Also the text of Gradio's components; before, while and after answering.
+
+    Origins differ in color and underline, and controls have visible borders.
+    """
 
     def check(least: int) -> None:
         page.wait_until(  # colors fade in
@@ -135,7 +96,15 @@ def test_all_text_has_contrast(page: PageObject, size: tuple[int, int], dark: bo
         assert illegible == []
         assert count >= least
 
+    def styles(name: str) -> set[str]:
+        return {
+            page.find(f"#fsd-live .fsd-answer .fsd-{origin}").value_of_css_property(name)
+            for origin in ORIGINS
+        }
+
     page.open(size, dark)
+    surface = page.find("#fsd-chat").value_of_css_property("background-color")
+    assert (sum(map(int, re.findall(r"\d+", surface)[:3])) < 200) == dark
     check(20)
     divergences = [10**-exponent for exponent in (5, 4, 3, 2, 1, 0)]
     page.backend.answer = [
@@ -150,6 +119,7 @@ def test_all_text_has_contrast(page: PageObject, size: tuple[int, int], dark: bo
     page.execute("document.querySelector('#fsd-live .html-container').classList.add('pending')")
     page.execute("document.querySelector('#fsd-live .fsd-token').focus()")
     check(60)
+    assert len(styles("background-color")) == len(styles("text-decoration-style")) == 3
     page.find("#fsd-by-divergence").click()
     check(60)
     backgrounds = {
@@ -168,20 +138,11 @@ def test_all_text_has_contrast(page: PageObject, size: tuple[int, int], dark: bo
     check(100)
 
 
-@SCHEMES
-def test_controls_have_visible_borders(page: PageObject, dark: bool) -> None:
-    page.open(dark=dark)
-    behind = page.find("body").value_of_css_property("background-color")
-    for selector in ("#fsd-box textarea", "#fsd-compare-button", "#fsd-clear"):
-        element = page.find(selector)
-        border = element.value_of_css_property("border-top-color")
-        assert element.value_of_css_property("border-top-style") == "solid"
-        assert contrast(rgb(border), rgb(behind)) >= 3
-
-
-@SIZES
-def test_comparison_appears_in_the_chat(page: PageObject, size: tuple[int, int]) -> None:
-    page.open(size)
+@BOTH
+def test_comparison_appears_in_the_chat(
+    page: PageObject, size: tuple[int, int], dark: bool
+) -> None:
+    page.open(size, dark)
     page.ask()
     page.execute("document.querySelector('#fsd-chat').scrollTop = 0")
     page.find("#fsd-compare-button").location_once_scrolled_into_view  # noqa: B018
@@ -206,18 +167,6 @@ def test_comparison_appears_in_the_chat(page: PageObject, size: tuple[int, int])
     # The next message replaces it.
     page.ask("And now?")
     assert page.find_all(".fsd-comparison") == []
-
-
-def test_threshold_is_on_the_first_screen(page: PageObject) -> None:
-    page.open(NARROW)
-    slider = page.find("#fsd-threshold input[type=range]")
-    for _ in range(2):
-        assert page.execute("return scrollY") == 0
-        rect = slider.rect
-        assert rect["y"] + rect["height"] < NARROW[1]
-        page.ask()
-    order = [page.find(f"#{name}").rect["y"] for name in ("fsd-chat", "fsd-box", "fsd-threshold")]
-    assert order == sorted(order)
 
 
 def test_html_in_messages_is_not_interpreted(page: PageObject) -> None:
@@ -247,10 +196,14 @@ def test_html_in_messages_is_not_interpreted(page: PageObject) -> None:
     assert injected == 0
 
 
-@SIZES
-def test_answers_do_not_move_the_buttons(page: PageObject, size: tuple[int, int]) -> None:
-    page.backend.reply(*[" word"] * 300)
-    page.open(size)
+@BOTH
+def test_answers_do_not_move_what_is_used(
+    page: PageObject, size: tuple[int, int], dark: bool
+) -> None:
+    """Neither the buttons, nor a token when the inspector opens and fills."""
+    word = " something"
+    page.backend.reply(*[word] * 300)
+    page.open(size, dark)
 
     def positions() -> list[dict[str, int]]:
         names = ("stop", "send", "clear", "compare-button")
@@ -265,27 +218,17 @@ def test_answers_do_not_move_the_buttons(page: PageObject, size: tuple[int, int]
     page.find("#fsd-clear").click()
     page.wait_until(lambda: page.find_all("#fsd-live .fsd-answer") == [])
     assert positions() == before
-
-
-@SIZES
-def test_inspecting_a_token_does_not_move_it(page: PageObject, size: tuple[int, int]) -> None:
-    """Neither a token of the chat nor the buttons, when the inspector opens and fills."""
-    word = " something"
-    page.backend.answer = [
-        Token(1, word, "fuzzy", 0.1, 0.5, [(word, 0.5), (word, 0.25), (word, 0.25)])
-    ]
-    page.open(size)
+    top = [(word, 0.5), (word, 0.25), (word, 0.25)]
+    page.backend.answer = [Token(1, word, "fuzzy", 0.1, 0.5, top)]
     page.ask()
     page.compare()
     page.wait_for_verdict("identical")
-    token = page.find("#fsd-comparison-box .fsd-token")
-    send = page.find("#fsd-send")
-    before, send_before = token.rect, send.rect
+    token, buttons = page.find("#fsd-comparison-box .fsd-token"), positions()
+    place = token.rect
     page.execute("arguments[0].focus({preventScroll: true})", token)
     inspector = page.find("#fsd-inspector")
     assert "something" in inspector.text
-    assert token.rect == before
-    assert send.rect == send_before
+    assert (token.rect, positions()) == (place, buttons)
     hidden = "return arguments[0].scrollHeight - arguments[0].clientHeight"
     assert page.execute(hidden, inspector) <= 0
 
@@ -322,10 +265,13 @@ def test_requested_content_scrolls_into_view(page: PageObject) -> None:
         time.sleep(BASELINE_DELAY)  # Gradio ignores clicks until the event has ended
 
 
-@SCHEMES
-def test_narrow_page_fits_its_width(page: PageObject, dark: bool) -> None:
-    page.open(NARROW, dark)
+def test_narrow_page_fits_its_width(page: PageObject) -> None:
+    """And the threshold is on its first screen."""
+    page.open(NARROW)
     assert page.horizontal_overflow() <= 0
+    slider = page.find("#fsd-threshold input[type=range]").rect
+    assert page.execute("return scrollY") == 0
+    assert slider["y"] + slider["height"] < NARROW[1]
     page.backend.answer = [
         Token(1, "long" * 60, "exact", 0.1, 0.5, [("long" * 60, 0.9)]),
         Token(2, " word", "fuzzy", 0.1, 0.5),
@@ -344,8 +290,8 @@ def test_narrow_page_fits_its_width(page: PageObject, dark: bool) -> None:
         """
     )
     assert outside == []
-    chat, slider = page.find("#fsd-chat").rect, page.find("#fsd-threshold").rect
-    assert slider["y"] > chat["y"] + chat["height"]
+    order = [page.find(f"#{name}").rect["y"] for name in ("fsd-chat", "fsd-box", "fsd-threshold")]
+    assert order == sorted(order)
     left, right = (column.rect for column in page.find_all(".fsd-column"))
     assert right["y"] >= left["y"] + left["height"]
 
