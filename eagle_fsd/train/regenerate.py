@@ -32,7 +32,7 @@ from eagle_fsd.train.writing import (
     LocalWriter,
     ServerWriter,
     TokenCallback,
-    Turn,
+    NextTurn,
     finish_output,
     ignore_tokens,
     prepare_output,
@@ -111,7 +111,7 @@ class Rewriting:
         for index in missing[process::processes]:
             yield Draft(index, self.chats[index])
 
-    def next_turn(self, draft: Draft) -> Turn | None:
+    def next_turn(self, draft: Draft) -> NextTurn | None:
         """Copy messages up to the next answer; see :meth:`Script.next_turn`."""
         rest = draft.source[len(draft.messages) :] if draft.dropped is None else []
         for message in rest:
@@ -120,20 +120,20 @@ class Rewriting:
             draft.messages.append(message)
         return None
 
-    def _turn(self, draft: Draft) -> Turn | None:
+    def _turn(self, draft: Draft) -> NextTurn | None:
         sampling = self.sampling.updated(seed=turn_seed(self.config.seed, draft))
         limit = self.config.max_new_tokens
         if self.template is None:
-            return Turn("assistant", list(map(_as_sent, draft.messages)), sampling, limit)
+            return NextTurn("assistant", list(map(_as_sent, draft.messages)), sampling, limit)
         try:
             prompt = self.template.render(draft.messages, add_generation_prompt=True)
         except ValueError as error:
             self._end(draft, str(error))
             return None
-        return Turn("assistant", prompt, sampling, limit, tuple(self.template.stop))
+        return NextTurn("assistant", prompt, sampling, limit, tuple(self.template.stop))
 
     def take(
-        self, draft: Draft, turn: Turn, text: str, complete: bool, error: str | None = None
+        self, draft: Draft, turn: NextTurn, text: str, complete: bool, error: str | None = None
     ) -> None:
         """See :meth:`Script.take`."""
         if text := text.strip():

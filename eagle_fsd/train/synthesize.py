@@ -31,7 +31,7 @@ from eagle_fsd.train.writing import (
     LocalWriter,
     ServerWriter,
     TokenCallback,
-    Turn,
+    NextTurn,
     finish_output,
     ignore_tokens,
     prepare_output,
@@ -156,7 +156,7 @@ class Plan:
             return []
         return [{"role": "system", "content": systems[index % len(systems)]}]
 
-    def next_turn(self, draft: Draft) -> Turn | None:
+    def next_turn(self, draft: Draft) -> NextTurn | None:
         """See :meth:`Script.next_turn`."""
         config, chat = self.config, draft.messages
         if not chat:
@@ -169,7 +169,7 @@ class Plan:
             text = self.template.render(chat, add_generation_prompt=True)
             sampling = self._sampling["assistant"].updated(seed=seed)
             stop = tuple(self.template.stop)
-            return Turn("assistant", text, sampling, config.max_new_tokens, stop)
+            return NextTurn("assistant", text, sampling, config.max_new_tokens, stop)
         header, footer = user_header(chat, self.template)
         prefixes = () if answers else config.prefix
         start = ""
@@ -178,10 +178,10 @@ class Plan:
         text = f"{header}{start}" if start else header.rstrip(" ")  # words begin with their space
         sampling = self._sampling["user"].updated(seed=seed)
         stop = (self._end(footer),) if footer.strip() else ()
-        return Turn("user", text, sampling, config.max_user_tokens, stop, start)
+        return NextTurn("user", text, sampling, config.max_user_tokens, stop, start)
 
     def take(
-        self, draft: Draft, turn: Turn, text: str, complete: bool, error: str | None = None
+        self, draft: Draft, turn: NextTurn, text: str, complete: bool, error: str | None = None
     ) -> None:
         """Add a message to its chat, or end the chat before the exchange."""
         message = (turn.start + text).strip()

@@ -63,7 +63,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Turn:
+class NextTurn:
     """A message for the target to write, of at most ``limit`` tokens, up to one of ``stop``.
 
     ``prompt`` is the text that it continues, or a chat that a server formats; ``start`` is the
@@ -92,11 +92,11 @@ class Script(Protocol):
     def config(self) -> RegenerateConfig:
         """The options, among them the batch size."""
 
-    def next_turn(self, draft: Draft) -> Turn | None:
+    def next_turn(self, draft: Draft) -> NextTurn | None:
         """Return what to write next; None if the chat is complete."""
 
     def take(
-        self, draft: Draft, turn: Turn, text: str, complete: bool, error: str | None = None
+        self, draft: Draft, turn: NextTurn, text: str, complete: bool, error: str | None = None
     ) -> None:
         """Add a message to its chat, or end the chat, as where an ``error`` prevented the turn."""
 
@@ -126,7 +126,7 @@ class LocalWriter:
         A chat that goes on takes the place of its last turn in the batch.
         """
         begun: deque[Draft] = deque()
-        running: dict[Answer, tuple[Draft, Turn]] = {}
+        running: dict[Answer, tuple[Draft, NextTurn]] = {}
         with closing(self.model.batch(script.config.batch_size)) as batch:
             while True:
                 while batch.free and (draft := begun.popleft() if begun else next(drafts, None)):
@@ -148,7 +148,7 @@ class LocalWriter:
                         script.take(draft, turn, *turn.cut(*self._read(answer, turn)))
                         begun.append(draft)
 
-    def _request(self, turn: Turn) -> Request | None:
+    def _request(self, turn: NextTurn) -> Request | None:
         """Return the request of a turn; None if the context has no room for two tokens."""
         adds = self.loaded.chat_template.adds_special_tokens
         ids = self.loaded.tokenizer(turn.prompt, add_special_tokens=adds).input_ids
@@ -159,7 +159,7 @@ class LocalWriter:
         options: Any = {"eos_token_id": ends, "stopping_criteria": criteria, "method": "ar"}
         return self.model.request(ids, min(turn.limit, room), sampling=turn.sampling, **options)
 
-    def _read(self, answer: Answer, turn: Turn) -> tuple[str, bool]:
+    def _read(self, answer: Answer, turn: NextTurn) -> tuple[str, bool]:
         """Return the text of a turn, and whether a token ended it."""
         text = str(self.loaded.tokenizer.decode(answer.tokens, skip_special_tokens=True))
         ends, _ = self._ends(turn.stop)
@@ -227,7 +227,7 @@ class ServerWriter:
         except EndpointError as error:
             raise self.failure(error) from error
 
-    def _send(self, client: ChatClient, turn: Turn) -> tuple[str, bool]:
+    def _send(self, client: ChatClient, turn: NextTurn) -> tuple[str, bool]:
         """Request a turn; return its text, and whether it is complete."""
         sampling = turn.sampling
         own = {"top_k": sampling.top_k, "min_p": sampling.min_p}  # not parameters of OpenAI's
