@@ -30,9 +30,9 @@ from eagle_fsd.train.loaded_target import (
 from eagle_fsd.train.writing import (
     Draft,
     LocalWriter,
+    NextTurn,
     ServerWriter,
     TokenCallback,
-    NextTurn,
     finish_output,
     ignore_tokens,
     prepare_output,

@@ -29,9 +29,9 @@ from eagle_fsd.train.loaded_target import LoadedTarget, fastest_dtype, target_na
 from eagle_fsd.train.writing import (
     Draft,
     LocalWriter,
+    NextTurn,
     ServerWriter,
     TokenCallback,
-    NextTurn,
     finish_output,
     ignore_tokens,
     prepare_output,
