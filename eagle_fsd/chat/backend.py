@@ -1,8 +1,7 @@
-"""Generate the answers of the API, the FastChat worker and the web page.
+"""Generate the answers of the API and the FastChat worker.
 
 :class:`LocalBackend` decodes in this process. All servers use :meth:`LocalBackend.answer`, which
-takes the parameters that :func:`eagle_fsd.chat.requests.read_request` validates. The web page
-depends on the :class:`Backend` protocol only.
+takes the parameters that :func:`eagle_fsd.chat.requests.read_request` validates.
 """
 
 from __future__ import annotations
@@ -10,17 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from eagle_fsd.chat.config import AnswerOptions, Limits
+from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.decode_queue import (
     DecodeObserver,
     DecodeQueue,
@@ -47,47 +44,6 @@ from eagle_fsd.utils.chat_templates import Chat, ChatTemplate, encode_prompt
 
 log = logging.getLogger(__name__)
 
-#: Most likely target tokens that the page shows for each token.
-NUM_ALTERNATIVES = 3
-#: Minimum seconds between two updates of the page: rendering every step would slow decoding down.
-UPDATE_INTERVAL = 0.08
-#: Seconds between empty updates while a request waits, so that the page notices disconnects.
-HEARTBEAT_INTERVAL = 0.25
-
-
-class BackendError(RuntimeError):
-    """No answer, or only a part of one; the message is fit for the user."""
-
-
-@dataclass(frozen=True)
-class Token:
-    """A token as the page shows it.
-
-    ``text`` is what the token completes and may be empty; ``divergence`` is in nats, None without
-    a draft; ``probability`` is the target's; ``top`` are the target's most likely tokens with their
-    probabilities.
-    """
-
-    id: int
-    text: str
-    origin: str
-    divergence: float | None = None
-    probability: float | None = None
-    top: Sequence[tuple[str, float]] = ()
-
-
-@dataclass(frozen=True)
-class Update:
-    """The increment of an answer on the page; one without tokens and stats is a heartbeat.
-
-    ``stats`` are those of the answer so far: ``tau``, ``tokens_per_second``, ``tokens``,
-    ``fuzzy_tokens``, ``dropped_messages`` (to fit the context), ...
-    """
-
-    tokens: Sequence[Token] = ()
-    stats: Mapping[str, float] = field(default_factory=dict)
-    finish_reason: str | None = None
-
 
 @dataclass(frozen=True)
 class About:
@@ -96,33 +52,6 @@ class About:
     name: str
     acceptance: AcceptanceConfig
     limits: Limits
-
-
-class Backend(Protocol):
-    """A source of answers for the page."""
-
-    about: About
-
-    def stream(
-        self, params: Mapping[str, Any], client: str = "", method: str = "fsd"
-    ) -> AsyncGenerator[Update, None]:
-        """Stream an answer; closing the iterator cancels the decoding.
-
-        ``method`` is ``"fsd"``, or ``"ar"`` to decode without the drafter. Raises BackendError.
-        """
-
-
-def request_params(
-    chat: Chat, options: AnswerOptions | None = None, acceptance: AcceptanceConfig | None = None
-) -> dict[str, Any]:
-    """Build the parameters of a request of the page; defaults are the server's."""
-    params: dict[str, Any] = {"messages": list(chat), "logprobs": NUM_ALTERNATIVES}
-    params["truncation"] = "auto"  # the page says how many messages were dropped
-    if options is not None:
-        params |= options.model_dump(exclude_none=True)
-    if acceptance is not None:
-        params["fsd"] = acceptance.model_dump()
-    return params
 
 
 class LocalBackend:
@@ -149,16 +78,12 @@ class LocalBackend:
         self.tokens = TokenDecoder(model.tokenizer)
 
     async def answer(
-        self,
-        params: Mapping[str, Any],
-        client: str = "",
-        method: str = "fsd",
-        heartbeat: float | None = None,
-    ) -> AsyncGenerator[tuple[AnswerRequest, JobUpdate | None], None]:
+        self, params: Mapping[str, Any], client: str = "", method: str = "fsd"
+    ) -> AsyncGenerator[tuple[AnswerRequest, JobUpdate], None]:
         """Stream an answer; with ``echo``, the first update holds the prompt.
 
-        Yields the validated request with each update, which is None whenever there is no other for
-        ``heartbeat`` seconds. Raises RequestError, QueueFullError or DecodingError.
+        ``method`` is ``"fsd"``, or ``"ar"`` to decode without the drafter. Yields the validated
+        request with each update. Raises RequestError, QueueFullError or DecodingError.
         """
         finished = self.queue.observer.request_finished
         try:
@@ -169,7 +94,7 @@ class LocalBackend:
             if request.prompt_only:
                 finished("ended", {**answer_stats(DecodeStats.empty(1)), **_prompt_usage(request)})
                 return
-            async with contextlib.aclosing(self.queue.submit(request).updates(heartbeat)) as found:
+            async with contextlib.aclosing(self.queue.submit(request).updates()) as found:
                 async for update in found:
                     yield request, update
         except RequestError:
@@ -201,30 +126,6 @@ class LocalBackend:
             "length" if request.prompt_only else None,
             answer_stats(DecodeStats.empty(1)),
         )
-
-    async def stream(
-        self, params: Mapping[str, Any], client: str = "", method: str = "fsd"
-    ) -> AsyncGenerator[Update, None]:
-        """See :meth:`Backend.stream`."""
-        pieces: list[Piece] = []
-        sent = -math.inf
-        try:
-            answer = self.answer(params, client, method, HEARTBEAT_INTERVAL)
-            async with contextlib.aclosing(answer) as updates:
-                async for _, update in updates:
-                    if update is None:
-                        yield Update()
-                        continue
-                    pieces += update.pieces
-                    now = time.monotonic()
-                    if now - sent < UPDATE_INTERVAL and update.finish_reason is None:
-                        continue
-                    tokens = [self._token(piece) for piece in pieces]
-                    stats = {**update.stats, "tokens": update.usage["completion_tokens"]}
-                    yield Update(tokens, stats, update.finish_reason)
-                    pieces, sent = [], now
-        except (RequestError, QueueFullError, DecodingError) as error:
-            raise BackendError(str(error)) from error
 
     def acceptance(self, fsd: Mapping[str, Any], lossless: bool) -> AcceptanceConfig:
         """Return the acceptance options of a request; raises RequestError."""
@@ -284,17 +185,6 @@ class LocalBackend:
         features = base(input_ids=ids.to(base.device), use_cache=False).last_hidden_state
         mean = features[0].float().mean(0)
         return torch.nn.functional.normalize(mean, dim=0).cpu().tolist(), ids.shape[1]
-
-    def _token(self, piece: Piece) -> Token:
-        token = Token(piece.token, piece.text, piece.origin.name.lower())
-        if piece.detail is None:
-            return token
-        return replace(
-            token,
-            divergence=piece.detail.divergence,
-            probability=math.exp(piece.detail.log_prob),
-            top=[(self.tokens.text(id_), math.exp(value)) for id_, value in piece.detail.top],
-        )
 
     def close(self) -> None:
         """Stop the decoding thread and the tokenizing thread."""

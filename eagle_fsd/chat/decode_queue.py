@@ -127,20 +127,14 @@ class Job:
         self.publish(error)
         self.cancel()
 
-    async def updates(
-        self, heartbeat: float | None = None
-    ) -> AsyncGenerator[JobUpdate | None, None]:
+    async def updates(self) -> AsyncGenerator[JobUpdate, None]:
         """Iterate over the updates of the answer; closing the iterator cancels the job.
 
-        Yields None whenever no update arrives for ``heartbeat`` seconds; raises DecodingError.
+        Raises DecodingError.
         """
         try:
             while True:
-                try:
-                    update = await asyncio.wait_for(self._updates.get(), heartbeat)
-                except asyncio.TimeoutError:
-                    yield None
-                    continue
+                update = await self._updates.get()
                 if update is None:
                     return
                 if isinstance(update, Exception):

@@ -236,7 +236,8 @@ def read_request(
     if not ids.shape[1]:
         raise RequestError("the prompt has no tokens", RequestError.INVALID)
     context = model.target.context_length
-    if strict and ids.shape[1] + max_new_tokens > context:
+    fits = parsed.truncation == "auto" or ids.shape[1] + max_new_tokens <= context
+    if strict and not fits:
         raise RequestError(
             f"max_new_tokens must be at most {context - ids.shape[1]} after a prompt of"
             f" {ids.shape[1]} tokens; got {max_new_tokens}: the context has {context} tokens",

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, ValidationInfo
 
 from eagle_fsd.chat.config import AnswerOptions, Limits
 from eagle_fsd.chat.serve.guard import API_KEYS_VARIABLE, Access, api_keys
-from eagle_fsd.cli.console import fail, out
+from eagle_fsd.cli.console import out
 from eagle_fsd.cli.options import (
     AcceptanceOptions,
     Pair,
@@ -121,8 +121,8 @@ def serve(
     """Serve a pair over OpenAI's API until Ctrl-C.
 
     The environment variable EAGLE_FSD_API_KEYS holds the keys that clients may use, separated by
-    commas; the web page asks its visitors for one as a password. Keys are required with a --host
-    beyond this machine.
+    commas; the web page asks its visitors for one. Keys are required with a --host beyond this
+    machine.
     """
     run_api(server, pair, tree, acceptance, limits, AnswerOptions() if server.web else None)
 
@@ -138,39 +138,29 @@ def run_api(
     """Serve the API, and the web page if there are initial values of its controls."""
     check_single_process("serve")
     access = _access(server, page=answers is not None)
-    if answers is not None:
-        _check_gradio()
     from eagle_fsd.chat.backend import LocalBackend
     from eagle_fsd.chat.serve.api import api_app, api_error
     from eagle_fsd.chat.serve.connections import check_port, run_server
     from eagle_fsd.chat.serve.guard import Guard
     from eagle_fsd.chat.serve.metrics import ServerMetrics
+    from eagle_fsd.chat.web.page import add_page, page_settings
 
     check_port(server.host, server.port)
     logging.getLogger("eagle_fsd.model.compilation").setLevel(logging.INFO)
     model, chat_template = load_chat(pair, tree, acceptance)
     names, metrics = server.names or (model_name(pair.target),), ServerMetrics()
     backend = LocalBackend(model, chat_template, limits, names[0], metrics)
-    page = None
+    app = api_app(backend, names, metrics)
     if answers is not None:
-        from eagle_fsd.chat.web.app import page_app
-
-        page = page_app(backend, answers, examples_for(names[0]))
-    app = Guard(api_app(backend, names, metrics, page), access, limits.max_body, api_error)
-
-    def stop() -> None:
-        if page is not None:
-            page.close()
-
+        add_page(app, page_settings(backend.about, answers, examples_for(names[0])))
     try:
         run_server(
-            app,
+            Guard(app, access, limits.max_body, api_error),
             server.host,
             server.port,
             backend.queue,
             server.shutdown_timeout,
-            on_started=lambda: _print_addresses(local_url(server), backend, page is not None),
-            on_stop=stop,
+            on_started=lambda: _print_addresses(local_url(server), backend, access.page),
         )
     finally:
         backend.close()
@@ -245,14 +235,6 @@ def _access(server: GuardedServer, *names: str, page: bool = False) -> Access:
         )
     hosts = (*server.trusted_hosts, server.host, *names)
     return Access(hosts, keys, page, server.allowed_origins)
-
-
-def _check_gradio() -> None:
-    """Exit with a message that says what to install unless the web page can be served."""
-    from importlib.util import find_spec
-
-    if find_spec("gradio") is None:
-        fail("the web page needs gradio: pip install 'eagle_fsd[web]'", 1)
 
 
 def _print_addresses(url: str, backend: LocalBackend, page: bool) -> None:

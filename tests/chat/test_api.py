@@ -79,7 +79,7 @@ class StandIn:
         return AcceptanceConfig(threshold=0.0 if lossless else 0.2)
 
     async def answer(
-        self, params: Mapping[str, Any], client: str
+        self, params: Mapping[str, Any], client: str, method: str
     ) -> AsyncGenerator[tuple[None, JobUpdate], None]:
         self.received.append({**params, "client": client})
         self.running += 1

@@ -118,12 +118,17 @@ def test_keys_are_checked_before_the_body_is_read(monkeypatch: pytest.MonkeyPatc
     assert api_keys() == ()
 
 
-def test_browsers_ask_for_the_key_of_a_page() -> None:
+def test_files_of_a_page_need_no_key() -> None:
+    """The page asks for it; a Basic challenge would make the browser ask before."""
     guard = Guard(echo, Access(keys=(KEY,), page=True))
-    for path, scheme in (("/", "Basic"), ("/v1/models", "Bearer")):
+    for path in ("/", "/page.css", "/page.js"):
+        assert call(guard, path=path).is_success
+        assert call(guard, "POST", path, json={}).status_code == 401
+        assert call(Guard(echo, Access(keys=(KEY,))), path=path).status_code == 401
+    for path in ("/page.json", "/v1/models", "/page.js/"):
         response = call(guard, path=path)
         assert response.status_code == 401
-        assert response.headers["www-authenticate"].startswith(f"{scheme} realm=")
+        assert response.headers["www-authenticate"].startswith("Bearer realm=")
         assert call(guard, path=path, auth=("anybody", KEY)).status_code == 200
         assert call(guard, path=path, headers={"authorization": f"Bearer {KEY}"}).is_success
         assert call(guard, path=path, auth=("anybody", "other")).status_code == 401

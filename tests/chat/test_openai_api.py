@@ -125,6 +125,33 @@ def test_logprobs_are_the_targets(model: EagleFSD, client: openai.OpenAI) -> Non
     assert streamed == pytest.approx(own, abs=1e-4)
 
 
+def test_streams_report_tokens_and_speed(model: EagleFSD, client: openai.OpenAI) -> None:
+    """With the pair and, losslessly whatever the request says, without the drafter."""
+    ids = tokenize(model)
+    for method, threshold in (("fsd", 0.3), ("fsd", 0.0), ("ar", 0.3)):
+        fsd = {"threshold": threshold, "min_ratio": 0.0}
+        body = {"fsd": fsd, "method": method, "stream_options": {"include_tokens": True}}
+        chunks = list(ask(client, stream=True, logprobs=True, max_tokens=40, extra_body=body))
+        tokens = [token for chunk in chunks for token in getattr(chunk.choices[0], "tokens", ())]
+        out = model.generate(ids, max_new_tokens=40, method=method, **fsd)
+        assert [token["id"] for token in tokens] == out.sequences[0, ids.shape[1] :].tolist()
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert "".join(token["text"] for token in tokens) == text
+        origins = [token["origin"] for token in tokens]
+        found = {name: origins.count(name) for name in ("exact", "fuzzy", "target")}
+        assert found == out.stats.as_dict()["origins"]
+        assert ("fuzzy" in origins) == (threshold > 0 and method == "fsd")
+        fuzzy = [token["divergence"] for token in tokens if token["origin"] == "fuzzy"]
+        assert all(0 <= value < threshold for value in fuzzy)
+        assert (tokens[0]["divergence"] is None) == (method == "ar")
+        usages = [chunk.usage for chunk in chunks[1:]]
+        counts = [usage.completion_tokens for usage in usages]
+        assert counts == sorted(counts)
+        assert (counts[-1], usages[-1].steps) == (len(tokens), out.stats.steps)
+        assert usages[-1].tau == pytest.approx(out.stats.tau)
+        assert usages[-1].tokens_per_second > 0
+
+
 def test_prompt_log_probs(model: EagleFSD, client: openai.OpenAI) -> None:
     """As lm-evaluation-harness requests them, for several prompts at once, or scored only."""
     texts = ["Mia has 8 apples", "Tom"]

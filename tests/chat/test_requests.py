@@ -202,6 +202,11 @@ def test_chats_that_are_too_long_are_rejected_unless_messages_may_be_dropped(
     read = request(model, messages=chat, truncation="auto")
     assert read.dropped > 0
     assert read.ids.shape[1] <= model.target.context_length - MIN_ANSWER_TOKENS
+    # The answer then gets the room that is left, but not more than the server allows.
+    long = {"max_new_tokens": 4000, "strict_length": True}
+    assert request(model, messages=chat, truncation="auto", **long).dropped > 0
+    with pytest.raises(RequestError, match="max_new_tokens must be at most"):
+        request(model, messages=HELLO, **long)
     room = model.target.context_length - tokenize(model, [{"role": "user", "content": ""}]).shape[1]
     chats = [[{"role": "user", "content": "7" * count}] for count in (room - 1, room)]
     assert request(model, messages=chats[0]).ids.shape[1] == model.target.context_length - 1

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from api_servers import CHAT, NAME, TIMEOUT, APIThread, ServerProcess
+from api_servers import CHAT, NAME, APIThread, ServerProcess
 
 from eagle_fsd.chat.serve import connections, worker
 from eagle_fsd.chat.serve.guard import Access
@@ -92,12 +91,10 @@ def test_taken_port_is_reported_in_one_line(server: APIThread, run: Run) -> None
 def test_imports_have_no_effects(tmp_path: Path) -> None:
     """FastChat creates no log files, even if another part of it was imported before.
 
-    Its heartbeats are short by default. Only the page's application imports Gradio.
+    Its heartbeats are short by default.
     """
     script = (
         "import sys, fastchat.utils\n"
-        "sys.modules['gradio'] = None\n"
-        "from eagle_fsd.chat.web import guard, page, rendering\n"
         "streams = sys.stdout, sys.stderr\n"
         "import eagle_fsd.chat.serve.worker\n"
         "assert streams == (sys.stdout, sys.stderr)\n"
@@ -120,7 +117,6 @@ def test_imports_have_no_effects(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_server_as_a_process() -> None:
     """It prints a command that works, honors keys and limits, and exits on Ctrl-C."""
-    pytest.importorskip("gradio", reason="the web page needs Gradio: the extra [web]")
     options = ("--web", "--max-threshold", "0.1", "--threshold", "0")
     server = ServerProcess("serve", *options, EAGLE_FSD_API_KEYS="one,two", KEY="two")
     model, page, api, command = server.log.read_text().splitlines()
@@ -136,28 +132,13 @@ def test_the_server_as_a_process() -> None:
     for key, status in (("wrong", 401), ("two", 200)):
         headers = {"authorization": f"Bearer {key}"}
         assert server.http.post(CHAT, json=body, headers=headers).status_code == status
-        assert server.http.get("/", auth=("visitor", key)).status_code == status
+        assert server.http.get("/page.json", auth=("visitor", key)).status_code == status
         assert server.http.get("/metrics", headers=headers).status_code == status
     headers = {"authorization": "Bearer two"}
     reply = server.http.post(CHAT, json={**body, "fsd": {"threshold": 0.11}}, headers=headers)
     assert "at most 0.1 on this server; got 0.11" in reply.text
-    # Gradio keeps a connection to each open page.
-    heartbeat = f"{server.url}/gradio_api/heartbeat/x"
-    with httpx.stream(
-        "GET", heartbeat, trust_env=False, auth=("visitor", "two"), timeout=TIMEOUT
-    ) as open_page:
-        next(open_page.iter_lines())
-        log = server.log
-        text = log.read_text()
-        assert server.stop(signal.SIGINT) == 130
+    assert "page.js" in server.http.get("/").text
+    log = server.log
+    text = log.read_text()
+    assert server.stop(signal.SIGINT) == 130
     assert "Traceback" not in text
-
-
-def test_missing_gradio_fails_with_install_instructions(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for command in (("demo",), ("serve", "--web")):
-        status, out, err = run(*command)
-        assert (status, out, err.count("\n")) == (1, "", 1)
-        assert "pip install 'eagle_fsd[web]'" in err

@@ -37,10 +37,9 @@ DECODING: tuple[tuple[object, ...], ...] = (
 
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Run in an empty folder, without ports and without the web page's libraries."""
+    """Run in an empty folder, without ports."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(connections, "check_port", lambda *_: None)
-    monkeypatch.setattr("eagle_fsd.cli.serve._check_gradio", lambda: None)
 
 
 def link_files(source: Path, folder: Path, *without: str) -> Path:

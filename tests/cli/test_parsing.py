@@ -30,7 +30,7 @@ COMMANDS = [
     ("export", "custom-generate"),
     *(("train", name) for name in ("features", "regenerate", "chats", "ranks", "export")),
 ]
-HEAVY = ("torch", "transformers", "accelerate", "fastchat", "matplotlib", "gradio", "scipy")
+HEAVY = ("torch", "transformers", "accelerate", "fastchat", "matplotlib", "scipy")
 
 
 def find_command(names: tuple[str, ...]) -> App:

@@ -24,8 +24,7 @@ from starlette.exceptions import HTTPException
 from eagle_fsd.chat.backend import LocalBackend
 from eagle_fsd.chat.decode_queue import DecodingError, JobUpdate, QueueFullError
 from eagle_fsd.chat.request_body import RequestError, read_json
-from eagle_fsd.chat.serve.asgi import ClosingStream, MountedApp, until_disconnected
-from eagle_fsd.chat.serve.guard import RefusedError
+from eagle_fsd.chat.serve.asgi import ClosingStream, until_disconnected
 from eagle_fsd.chat.serve.metrics import ServerMetrics
 from eagle_fsd.chat.serve.openai_format import (
     ApiError,
@@ -42,6 +41,7 @@ from eagle_fsd.chat.serve.openai_format import (
     to_chat,
     validation_error,
 )
+from eagle_fsd.model.config import AcceptanceConfig
 
 #: Status of a response that no client receives.
 CLIENT_CLOSED_REQUEST = 499
@@ -79,13 +79,8 @@ class CancellableRoute(APIRoute):
         return handler
 
 
-def api_app(
-    backend: LocalBackend,
-    names: Sequence[str],
-    metrics: ServerMetrics,
-    page: MountedApp | None = None,
-) -> FastAPI:
-    """Return the application: a model under one or several names, and the web page if given."""
+def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics) -> FastAPI:
+    """Return the application: a model under one or several names."""
     created = int(time.time())
     app = FastAPI(
         title="eagle-fsd",
@@ -93,7 +88,6 @@ def api_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        lifespan=page.lifespan if page is not None else None,
     )
     app.router.route_class = CancellableRoute
 
@@ -108,10 +102,6 @@ def api_app(
             message = f"{request.method} {request.url.path}: {error.detail}"
             error = ApiError(message, error.status_code)
         return _error_response(error)
-
-    @app.exception_handler(RefusedError)
-    async def refused(_: Request, error: RefusedError) -> Response:
-        return _error_response(ApiError(str(error), error.status))
 
     @app.exception_handler(Exception)
     async def failed(_: Request, __: Exception) -> Response:  # the guard logs the exception
@@ -138,6 +128,8 @@ def api_app(
         check_model(request.model, known)
         try:
             acceptance = backend.acceptance(request.fsd, request.lossless)
+            if request.method == "ar":
+                acceptance = AcceptanceConfig()
         except RequestError as error:
             metrics.requests.labels("refused").inc()
             raise answer_error(error) from error
@@ -149,7 +141,7 @@ def api_app(
         if not request.stream:
             check_logprobs(params, backend.about.limits.max_new_tokens)
         builder = ResponseBuilder(request, len(params), backend.tokens)
-        updates = answer_choices(backend, params, client)
+        updates = answer_choices(backend, params, client, request.method)
         if request.stream:
             events = stream(updates, builder, request.stream_options.include_usage)
             # An error before the first event sets the HTTP status. The last header tells nginx not
@@ -210,8 +202,6 @@ def api_app(
         return {"version": app.version}
 
     add_status_routes(app, backend, metrics)
-    if page is not None:
-        app.mount("/", page)
     return app
 
 
@@ -238,7 +228,7 @@ def add_status_routes(app: FastAPI, backend: LocalBackend, metrics: ServerMetric
 
 
 async def answer_choices(
-    backend: LocalBackend, params: Sequence[dict[str, Any]], client: str
+    backend: LocalBackend, params: Sequence[dict[str, Any]], client: str, method: str = "fsd"
 ) -> AsyncGenerator[tuple[int, JobUpdate], None]:
     """Answer several requests, at most :data:`MAX_CONCURRENT_CHOICES` at the same time.
 
@@ -250,9 +240,8 @@ async def answer_choices(
 
     async def collect(index: int) -> None:
         try:
-            async with slots, aclosing(backend.answer(params[index], client)) as updates:
+            async with slots, aclosing(backend.answer(params[index], client, method)) as updates:
                 async for _, update in updates:
-                    assert update is not None  # there is no heartbeat
                     for part in update.parts(PIECES_PER_PART):
                         arrived.put_nowait((index, part))
                         await asyncio.sleep(0)  # formatting a whole prompt would block others

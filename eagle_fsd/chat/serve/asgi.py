@@ -12,8 +12,8 @@ from collections.abc import (
     Mapping,
     MutableMapping,
 )
-from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Any, Protocol, TypeVar
+from contextlib import aclosing
+from typing import Any, TypeVar
 
 from starlette.responses import StreamingResponse
 
@@ -22,16 +22,6 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
-
-
-class MountedApp(Protocol):
-    """An ASGI application inside of another one, which runs its lifespan."""
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Handle a connection."""
-
-    def lifespan(self, app: Any) -> AbstractAsyncContextManager[Any]:
-        """Return a context in which the application can handle connections."""
 
 
 class ClosingStream(StreamingResponse):

@@ -47,14 +47,13 @@ def run_server(
     queue: DecodeQueue | None = None,
     shutdown_timeout: float = 0.0,
     on_started: Callable[[], None] = lambda: None,
-    on_stop: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve an ASGI application until SIGINT or SIGTERM; see :class:`BoundedServer`.
 
     Raises OSError if the address is invalid, the port is in use, or decoding fails repeatedly.
     """
     limit_logging()
-    server = BoundedServer(app, host, port, queue, shutdown_timeout, on_started, on_stop)
+    server = BoundedServer(app, host, port, queue, shutdown_timeout, on_started)
     server.run()
     if not server.started:
         raise OSError(f"cannot listen on {host}:{port}; is the port in use?")
@@ -89,7 +88,6 @@ class BoundedServer(uvicorn.Server):
         queue: DecodeQueue | None = None,
         shutdown_timeout: float = 0.0,
         on_started: Callable[[], None] = lambda: None,
-        on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         own_names()  # cached: it may ask a name server, which must not delay the first request
         config = uvicorn.Config(
@@ -109,7 +107,7 @@ class BoundedServer(uvicorn.Server):
         )
         super().__init__(config)
         self.queue, self.shutdown_timeout = queue, shutdown_timeout
-        self.on_started, self.on_stop = on_started, on_stop
+        self.on_started = on_started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to listen; see ``uvicorn.Server``."""
@@ -140,7 +138,6 @@ class BoundedServer(uvicorn.Server):
             while len(self.queue) and time.monotonic() < end and not self.force_exit:
                 await asyncio.sleep(0.05)
             self.queue.abort("the server is shutting down")
-        self.on_stop()
         # Cancelling the answers in progress is expected and not worth a log entry.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         await super().shutdown(sockets)

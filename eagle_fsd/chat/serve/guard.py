@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 API_KEYS_VARIABLE = "EAGLE_FSD_API_KEYS"
 #: Requests that need no key: they only tell whether a server is running.
 OPEN_ROUTES = ("/health", "/ready")
+#: Files of the web page, which asks its visitors for a key.
+PAGE_ROUTES = ("/", "/page.css", "/page.js")
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\s:/?#@\[\]\\]+)(:(?P<port>\d{1,5}))?", re.I)
 _UNIQUE_HEADERS = (b"host", b"origin", b"authorization", b"content-type", b"content-length")
@@ -57,7 +59,7 @@ class Access:
 
     ``hosts`` are names of the server, beside those of this machine, that requests may have in their
     ``Host`` header. If there are ``keys``, every request must send one of them: as a bearer token,
-    or as the password of any user, for which browsers ask the visitors of a ``page``. ``origins``
+    or as the password of any user; only the files of a ``page`` can be read without. ``origins``
     are other sites whose web pages may send requests.
     """
 
@@ -127,9 +129,8 @@ class Guard:
         except RefusedError as error:
             challenges = {}
             if error.status == 401:
-                asked = self.access.page and not scope["path"].startswith("/v1/")
-                challenge = f'{"Basic" if asked else "Bearer"} realm="eagle-fsd", charset="UTF-8"'
-                challenges = {"WWW-Authenticate": challenge}
+                # Not Basic: browsers would ask for a password before the page can.
+                challenges = {"WWW-Authenticate": 'Bearer realm="eagle-fsd", charset="UTF-8"'}
             body = self.error_body(str(error), error.status)
             await JSONResponse(body, error.status, challenges)(scope, receive, tracked_send)
         except ClientDisconnect:
@@ -157,7 +158,9 @@ class Guard:
             raise RefusedError(403, "requests from other sites' web pages are not allowed")
         key = self._key(headers)
         preflight = scope["method"] == "OPTIONS" and allowed  # browsers send it without a key
-        if self.access.keys and key is None and scope["path"] not in OPEN_ROUTES and not preflight:
+        reads_page = scope["method"] in ("GET", "HEAD") and scope["path"] in PAGE_ROUTES
+        public = scope["path"] in OPEN_ROUTES or (self.access.page and reads_page) or preflight
+        if self.access.keys and key is None and not public:
             raise RefusedError(401, "a valid key is required")
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if _has_body(headers) and kind != b"application/json":

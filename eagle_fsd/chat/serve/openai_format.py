@@ -175,6 +175,9 @@ class StreamOptions(Body):
 
     include_usage: bool = Field(default=False, description="End the stream with the usage.")
     include_obfuscation: Literal[False] = False
+    include_tokens: bool = Field(
+        default=False, description="Report tokens, usage and speed with each chunk."
+    )
 
 
 class JsonSchema(Body):
@@ -222,6 +225,9 @@ class GenerationRequest(AnswerOptions, Body):
     min_tokens: int = Field(default=0, ge=0, description="Number of tokens before any may end it.")
     fsd: dict[str, Any] = Field(default={}, description="Acceptance options.")
     lossless: bool = Field(default=False, description="Decode losslessly.")
+    method: Literal["fsd", "ar"] = Field(
+        default="fsd", description="ar: decode without the drafter, losslessly."
+    )
     stream: bool = Field(default=False, description="Send server-sent events.")
     stream_options: StreamOptions = StreamOptions()
     logit_bias: Biases = Field(default={}, description="Numbers to add to logits, by token id.")
@@ -417,6 +423,7 @@ class ResponseBuilder:
         self.chat, self.n = isinstance(request, ChatRequest), request.n
         self.truncation = isinstance(request, ChatRequest) and request.truncation == "auto"
         self.logprobs = request.logprobs is not None and request.logprobs is not False
+        self.include_tokens = request.stream_options.include_tokens
         self._tokens = tokens
         self._fields: dict[str, Any] = {
             "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{token_hex(12)}",
@@ -450,7 +457,8 @@ class ResponseBuilder:
             found.append(self._chunk([opening]))
         logprobs = None
         text, calls = self._content(index, update)
-        if text or calls or update.finish_reason or (self.logprobs and update.pieces):
+        reported = self.logprobs or self.include_tokens
+        if text or calls or update.finish_reason or (reported and update.pieces):
             content: dict[str, Any] = {"text": text}
             if self.chat:
                 delta = {"content": text} if text else {}
@@ -459,7 +467,13 @@ class ResponseBuilder:
                 logprobs = self._format_logprobs(update.pieces, len(self._texts[index]))
                 if self.chat:
                     logprobs["refusal"] = None
-            found.append(self._chunk([self._choice(index, content, logprobs, update)]))
+            choice, usage = self._choice(index, content, logprobs, update), None
+            if self.include_tokens:
+                self._last[index] = update
+                choice["tokens"] = [_token(piece) for piece in update.pieces]
+                speed = {name: update.stats[name] for name in ("steps", "tokens_per_second")}
+                usage = {**self._usage(), **speed}
+            found.append(self._chunk([choice], usage))
         self._texts[index] += text
         self._last[index] = update
         return found
@@ -544,6 +558,15 @@ class ResponseBuilder:
         if self.truncation:
             usage["dropped_messages"] = last[0].stats["dropped_messages"]
         return {**usage, "total_tokens": prompt + tokens, "tau": tokens / steps if steps else None}
+
+
+def _token(piece: Piece) -> dict[str, Any]:
+    return {
+        "id": piece.token,
+        "text": piece.text,
+        "origin": piece.origin.name.lower(),
+        "divergence": piece.detail and piece.detail.divergence,
+    }
 
 
 def acceptance_label(acceptance: AcceptanceConfig, certificate: Certificate | None = None) -> str:

@@ -160,7 +160,6 @@ class FSDWorker(_BaseWorker):  # type: ignore[misc]
             params = _answer_params(params)
             async with aclosing(self.backend.answer(params, client)) as updates:
                 async for request, update in updates:
-                    assert update is not None  # there is no heartbeat
                     logprobs = None
                     if request.details is not None:
                         tokens = self.backend.tokens

@@ -1,6 +1,6 @@
 """The web page: a chat whose tokens are colored by origin, with sliders and a comparison.
 
-Start reading with ``page``, the behavior of the page without any framework. ``rendering`` makes its
-HTML, ``app`` lays it out with Gradio and serves it, ``guard`` restricts Gradio's server to what the
-page needs, and ``script.js`` and ``style.css`` are the page's own. Only ``app`` imports Gradio.
+``page.html``, ``page.css`` and ``page.js`` are served as they are. The page keeps its chat in the
+browser and decodes through ``/v1/chat/completions``, like any other client. ``page`` serves the
+files, and the settings of the controls.
 """

@@ -5,52 +5,64 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
-from importlib.util import find_spec
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import chromium
 import pytest
 from api_servers import QUESTION
 
-if find_spec("gradio") is None:  # its import takes seconds
-    pytest.skip("the web page needs Gradio: the extra [web]", allow_module_level=True)
 pytest.importorskip("selenium.webdriver", reason="the browser is driven by Selenium")
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.select import Select
 
-from eagle_fsd.chat.backend import HEARTBEAT_INTERVAL, BackendError, LocalBackend, Token, Update
+from eagle_fsd.chat.backend import LocalBackend
+from eagle_fsd.chat.decode_queue import DecodingError, JobUpdate
+from eagle_fsd.chat.session import AnswerRequest, token_usage
+from eagle_fsd.chat.text import Piece
+from eagle_fsd.model.step import TokenDetail
+from eagle_fsd.model.verify import Origin
 
 #: Marks of every module in this package.
-MARKS = [
-    *chromium.MARKS,
-    pytest.mark.slow,
-    # About Gradio 6; the page is pinned to Gradio 5.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+MARKS = [*chromium.MARKS, pytest.mark.slow]
 
 #: Seconds to wait for anything on a busy machine.
 TIMEOUT = 60
+#: Seconds between an answer and its baseline.
+BASELINE_DELAY = 0.5
+#: Shown where there is no number.
+NONE = "—"
 WIDE, NARROW = (1400, 900), (400, 800)
 
 
-class ControlledBackend:
+@dataclass(frozen=True)
+class Token:
+    """A token of a fixed answer; ``top`` are texts with their probabilities."""
+
+    id: int
+    text: str
+    origin: str
+    divergence: float | None = None
+    probability: float = 0.5
+    top: Sequence[tuple[str, float]] = ()
+
+
+class ControlledBackend(LocalBackend):
     """The bundled pair, or fixed answers in its place; records its requests.
 
     ``pause`` seconds pass before each token of fixed answers; 0 sends them at once. Answers with
     the drafter end with an ``error``, or never.
     """
 
-    def __init__(self, pair: LocalBackend) -> None:
-        self.pair, self.about = pair, pair.about
-        self.active = 0  # answers in progress
-        self.reset()
+    active = 0  # answers in progress
 
     def reset(self) -> None:
         """Restore the initial behavior and forget the requests."""
-        self.answer: list[Token] | None = None  # of every request; default: the pair's own
+        self.fixed: list[Token] | None = None  # answer to every request; default: the pair's own
         self.pause = 0.0
         self.endless = False
         self.error = ""
@@ -58,36 +70,67 @@ class ControlledBackend:
 
     def reply(self, *texts: str, **behavior: Any) -> None:
         """Answer with tokens of these texts; ``behavior`` sets attributes."""
-        self.answer = [Token(number, text, "exact") for number, text in enumerate(texts)]
+        self.fixed = [Token(number, text, "exact") for number, text in enumerate(texts)]
         vars(self).update(behavior)
 
-    async def stream(
+    async def answer(
         self, params: Mapping[str, Any], client: str = "", method: str = "fsd"
-    ) -> AsyncGenerator[Update, None]:
+    ) -> AsyncGenerator[tuple[AnswerRequest, JobUpdate], None]:
         self.requests.append((dict(params), method))
         self.active += 1
         try:
-            tokens = self.answer
-            stats: Mapping[str, float] = {"tokens_per_second": 50.0, "tau": 2.5}
-            stats = {**stats, "steps": 2, "fuzzy_tokens": 1}
-            if tokens is None:
-                source = self.pair.stream(params, client, method)
-                updates = [update async for update in source]
-                tokens = [token for update in updates for token in update.tokens]
-                stats = updates[-1].stats
-            step = 1 if self.pause else len(tokens)
-            for start in range(0, len(tokens), step):
+            found: Any = None
+            if self.fixed is None:
+                updates = [item async for item in super().answer(params, client, method)]
+                request, found = updates[-1]
+                pieces = [piece for _, update in updates for piece in update.pieces]
+            else:
+                request = await self.read(params)
+                pieces = [self.piece(token) for token in self.fixed]
+            stats = {"tau": 2.5, "steps": 2, "tokens_per_second": 50.0, "dropped_messages": 0}
+            stats |= {"fuzzy_tokens": 1, "exact_tokens": 1, "target_tokens": 1}
+            stats = found.stats if found else stats
+
+            def update(start: int, end: int, reason: str | None = None) -> JobUpdate:
+                return JobUpdate(pieces[start:end], token_usage(9, end), reason, stats)
+
+            step = 1 if self.pause else max(1, len(pieces))
+            for start in range(0, len(pieces), step):
                 await asyncio.sleep(self.pause)
-                new = tokens[start : start + step]
-                yield Update(new, {**stats, "tokens": start + len(new)})
+                yield request, update(start, start + step)
             while self.endless and method == "fsd":
-                await asyncio.sleep(HEARTBEAT_INTERVAL)
-                yield Update()
+                await asyncio.sleep(0.05)
             if self.error and method == "fsd":
-                raise BackendError(self.error)
-            yield Update((), {**stats, "tokens": len(tokens)}, "stop")
+                raise DecodingError(self.error)
+            yield request, update(len(pieces), len(pieces), "stop")
         finally:
             self.active -= 1
+
+    def piece(self, token: Token) -> Piece:
+        """Return a token of an answer; its alternatives get ids that no token has."""
+        top = [(self.invent(text), math.log(value)) for text, value in token.top]
+        detail = TokenDetail(math.log(token.probability), token.divergence, top)
+        return Piece(token.text, token.id, Origin[token.origin.upper()], detail)
+
+    def invent(self, text: str) -> int:
+        """Return the id of a new token with this text."""
+        id_ = 10**6 + len(self.invented)
+        self.invented[id_] = text
+        return id_
+
+
+class InventedTokens:
+    """A decoder of the pair's tokens and of invented ones."""
+
+    def __init__(self, backend: ControlledBackend) -> None:
+        self.own, self.invented = backend.tokens, {}
+        backend.tokens, backend.invented = self, self.invented
+
+    def text(self, token: int) -> str:
+        return self.invented.get(token) or self.own.text(token)
+
+    def bytes(self, token: int) -> bytes:
+        return self.text(token).encode()
 
 
 class PageObject:
@@ -106,6 +149,7 @@ class PageObject:
         self.wait_until(lambda: self.find("#fsd-box textarea").is_displayed())
         focused = "return document.activeElement.tagName"
         self.wait_until(lambda: self.execute(focused) == "TEXTAREA")
+        self.wait_until(lambda: self.find("#fsd-threshold input"))
 
     def wait_until(self, condition: Callable[[], Any]) -> Any:
         """Return the first true value of ``condition``."""
@@ -146,22 +190,8 @@ class PageObject:
             "document.querySelectorAll('#fsd-live .fsd-question, #fsd-live .fsd-answer').forEach("
             "element => element.dataset.old = 'true')"
         )
-        box = self.find("#fsd-box textarea")
-        box.send_keys(message)
-        pressed = -math.inf
-
-        def sent() -> bool:
-            # Gradio ignores Enter until it has received the end of the previous event, which is
-            # not visible on the page.
-            nonlocal pressed
-            if self.find_all("#fsd-live .fsd-question:not([data-old])"):
-                return True
-            if time.monotonic() - pressed > 1:
-                pressed = time.monotonic()
-                box.send_keys(Keys.ENTER)
-            return False
-
-        self.wait_until(sent)
+        self.find("#fsd-box textarea").send_keys(message, Keys.ENTER)
+        self.wait_until(lambda: self.find_all("#fsd-live .fsd-question:not([data-old])"))
         if wait:
             self.wait_for_answer()
 
@@ -191,11 +221,8 @@ class PageObject:
         field.send_keys(value, Keys.TAB)
 
     def choose_divergence(self, name: str) -> None:
-        """Choose a divergence by typing its name."""
-        field = self.find("#fsd-divergence input")
-        field.click()
-        field.send_keys(Keys.CONTROL, "a")
-        field.send_keys(name, Keys.ENTER)
+        """Choose a divergence from the list."""
+        Select(self.find("#fsd-divergence select")).select_by_visible_text(name)
 
     def horizontal_overflow(self) -> int:
         """Return by how many pixels the page is wider than the window."""

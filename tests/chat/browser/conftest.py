@@ -1,7 +1,7 @@
 """One server and one browser for all tests of this package.
 
-Imports what needs Gradio or Selenium only where it is used: without them, the test modules are
-skipped when they import ``browsing``, but this module must still load.
+Imports what needs Selenium only where it is used: without it, the test modules are skipped when
+they import ``browsing``, but this module must still load.
 """
 
 from __future__ import annotations
@@ -15,33 +15,41 @@ import pytest
 from api_servers import ServerThread
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.chat.backend import LocalBackend
-from eagle_fsd.chat.config import Limits
-from eagle_fsd.chat.serve.guard import Guard
+from eagle_fsd.chat.config import AnswerOptions, Limits
+from eagle_fsd.chat.serve.api import api_app, api_error
+from eagle_fsd.chat.serve.guard import Access, Guard
+from eagle_fsd.chat.serve.metrics import ServerMetrics
+from eagle_fsd.chat.web.page import add_page, page_settings
 from eagle_fsd.cli.serve import BUNDLED_NAME, EXAMPLES
 from eagle_fsd.utils.chat_templates import load_chat_template
+
+KEY = "0123456789abcdef"
 
 if TYPE_CHECKING:
     from .browsing import ControlledBackend, PageObject
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[tuple[ControlledBackend, str]]:
-    """The page's backend and its URL."""
-    from eagle_fsd.chat.web.app import page_app
-
-    from .browsing import ControlledBackend
+def server() -> Iterator[tuple[ControlledBackend, str, str]]:
+    """The page's backend, and the URLs of two servers; the second one requires a key."""
+    from .browsing import ControlledBackend, InventedTokens
 
     model = EagleFSD.from_pretrained()
     model.acceptance = model.acceptance.updated(threshold=0.2, min_ratio=0.0)
-    limits = Limits(max_body=200_000)
-    pair = LocalBackend(model, load_chat_template(model.tokenizer), limits, BUNDLED_NAME)
-    backend = ControlledBackend(pair)
-    app = page_app(backend, examples=EXAMPLES)
-    thread = ServerThread(Guard(app, max_body=limits.max_body), on_stop=app.close)
-    yield backend, thread.url
-    thread.stop()
-    pair.close()
+    template, limits = load_chat_template(model.tokenizer), Limits(max_body=200_000)
+    backend = ControlledBackend(model, template, limits, BUNDLED_NAME)
+    InventedTokens(backend)
+    app = api_app(backend, [BUNDLED_NAME], ServerMetrics())
+    add_page(app, page_settings(backend.about, AnswerOptions(), EXAMPLES))
+    access = Access(keys=(KEY,), page=True)
+    open_to_all, keyed = (
+        ServerThread(Guard(app)),
+        ServerThread(Guard(app, access, error_body=api_error)),
+    )
+    yield backend, open_to_all.url, keyed.url
+    open_to_all.stop()
+    keyed.stop()
+    backend.close()
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +78,7 @@ def driver() -> Iterator[Any]:
 
 
 @pytest.fixture
-def backend(server: tuple[ControlledBackend, str], driver: Any) -> ControlledBackend:
+def backend(server: tuple[ControlledBackend, str, str], driver: Any) -> ControlledBackend:
     """The backend in its initial state, without answers in progress."""
     from .browsing import TIMEOUT
 
@@ -87,7 +95,7 @@ def backend(server: tuple[ControlledBackend, str], driver: Any) -> ControlledBac
 
 @pytest.fixture
 def page(
-    driver: Any, server: tuple[ControlledBackend, str], backend: ControlledBackend
+    driver: Any, server: tuple[ControlledBackend, str, str], backend: ControlledBackend
 ) -> PageObject:
     """The page, not loaded yet."""
     from .browsing import PageObject

@@ -6,12 +6,21 @@ import json
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from eagle_fsd.chat.backend import Token
-from eagle_fsd.chat.web.page import BASELINE_DELAY
-from eagle_fsd.chat.web.rendering import NONE
-
-from .browsing import MARKS, NARROW, QUESTION, TIMEOUT, ActionChains, By, Keys, PageObject
+from .browsing import (
+    BASELINE_DELAY,
+    MARKS,
+    NARROW,
+    NONE,
+    QUESTION,
+    ActionChains,
+    By,
+    Keys,
+    PageObject,
+    Token,
+)
+from .conftest import KEY
 
 pytestmark = MARKS
 
@@ -129,7 +138,6 @@ def test_stop_is_enabled_only_while_it_works(page: PageObject) -> None:
         stop.click()
         page.wait_until(lambda: page.backend.active == 0 and not stop.is_enabled())
         assert page.execute("return document.activeElement.tagName") == "TEXTAREA"
-        time.sleep(BASELINE_DELAY)  # Gradio ignores clicks until the event has ended
     page.backend.endless = False
     page.ask("More")
     page.wait_until(lambda: page.backend.requests[-1][1] == "ar" and page.backend.active == 0)
@@ -153,7 +161,7 @@ def test_answers_are_exported_as_a_file(page: PageObject, tmp_path: Path) -> Non
 
 def test_strip_shows_the_tokens_that_would_flip(page: PageObject) -> None:
     """The line follows the slider in the browser, without a request."""
-    page.backend.answer = [
+    page.backend.fixed = [
         Token(1, "one", "exact", 0.01),
         Token(2, " two", "fuzzy", 0.15),
         Token(3, " three", "target", 0.3),
@@ -204,7 +212,7 @@ def test_strip_shows_the_tokens_that_would_flip(page: PageObject) -> None:
 
 
 def test_strip_of_a_long_answer_scrolls(page: PageObject) -> None:
-    page.backend.answer = [Token(number, " word", "fuzzy", 0.01) for number in range(300)]
+    page.backend.fixed = [Token(number, " word", "fuzzy", 0.01) for number in range(300)]
     page.open(NARROW)
     page.ask()
     assert page.horizontal_overflow() <= 0
@@ -217,10 +225,7 @@ def test_strip_of_a_long_answer_scrolls(page: PageObject) -> None:
 
 
 def test_new_chat_removes_the_messages(page: PageObject) -> None:
-    """And cancels the baseline.
-
-    Gradio renders the last view of an event again at its end: not the old chat's statistics.
-    """
+    """And cancels the baseline."""
     page.backend.reply(*map(str, range(50)))
     page.open()
     page.ask("Hello!")
@@ -255,13 +260,34 @@ def test_failed_questions_return_to_the_empty_box(page: PageObject) -> None:
     assert box.get_attribute("value") == "My next one"
 
 
-def test_reopening_the_page_releases_its_connections(page: PageObject) -> None:
-    """Browsers allow six connections per server and may cache pages with open ones."""
-    for _ in range(7):
-        start = time.monotonic()
-        page.open()
-        page.driver.get("about:blank")
-        assert time.monotonic() - start < TIMEOUT / 3
+def test_page_asks_for_a_key(page: PageObject, server: tuple[Any, ...]) -> None:
+    """It is sent in a header, also after the page is loaded again."""
+    page.backend.reply("So")
+    page.driver.get(server[2])
+    field = page.find("#fsd-key input")
+    for key, reason in (("wrong", "requires a key"), (KEY, "not valid")):
+        page.wait_until(lambda: reason in page.find("#fsd-key-reason").text)  # noqa: B023
+        field.send_keys(key, Keys.ENTER)
+    for _ in range(2):
+        page.wait_until(lambda: page.find("#fsd-threshold input"))
+        page.wait_until(lambda: not page.find("#fsd-key").is_displayed())
+        page.ask()
+        page.driver.get(server[2])
+    assert KEY not in page.driver.current_url
+
+
+def test_long_chats_are_shortened(page: PageObject) -> None:
+    page.open()
+    page.set_slider("max-new-tokens", "4")
+    box = page.find("#fsd-box textarea")
+    for _ in range(2):  # about 1,500 tokens each; the context has 2,048
+        page.execute("arguments[0].value = 'apples '.repeat(1500)", box)
+        page.ask("")
+    assert "2 oldest messages dropped" in page.find("#fsd-live .fsd-note").text
+    page.execute("arguments[0].value = 'apples '.repeat(2800)", box)
+    page.ask("", wait=False)
+    page.wait_until(lambda: "no room for an answer" in page.find("#fsd-live .fsd-error").text)
+    assert len(page.find_all(".fsd-error")) == 1
 
 
 def test_leaving_the_page_cancels_the_decoding(page: PageObject) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 
-from eagle_fsd.chat.web.page import BASELINE_DELAY
 from eagle_fsd.cli.serve import EXAMPLES
 
-from .browsing import MARKS, NARROW, QUESTION, ActionChains, Keys, PageObject
+from .browsing import BASELINE_DELAY, MARKS, NARROW, QUESTION, ActionChains, Keys, PageObject
 
 pytestmark = MARKS
 
@@ -23,7 +22,7 @@ def test_inspector_describes_tokens(page: PageObject) -> None:
     assert inspector.rect["height"] == 0
     ActionChains(page.driver).move_to_element(fuzzy).perform()
     assert inspector.text == fuzzy.get_attribute("title")
-    tokens = page.find_all("#fsd-live .fsd-token")
+    tokens = page.find_all("#fsd-live .fsd-token:not([hidden])")
     assert [token.get_attribute("tabindex") for token in tokens].count("0") == 1
     # The answer is the third Tab stop before the message box: colors, export, answer.
     page.find("#fsd-box textarea").click()
@@ -134,7 +133,7 @@ def test_chat_works_by_keyboard(page: PageObject) -> None:
     # The partial answer stays, also after the time of the baseline.
     time.sleep(2 * BASELINE_DELAY)
     assert "So far" in page.find("#fsd-live .fsd-answer").text
-    assert page.find("#fsd-stats-box").text
+    assert page.find("#fsd-stats").text
     page.backend.endless = False
     page.press("more", Keys.ENTER)
     page.wait_until(lambda: page.find("#fsd-live .fsd-question").text == "more")

@@ -1,0 +1,97 @@
+"""The files and settings of the web page; tests/chat/browser shows them in Chromium."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from api_servers import ServerThread
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from eagle_fsd import AcceptanceConfig
+from eagle_fsd.chat.backend import About
+from eagle_fsd.chat.config import AnswerOptions, Limits
+from eagle_fsd.chat.serve.api import api_app, api_error
+from eagle_fsd.chat.serve.guard import Access, Guard
+from eagle_fsd.chat.serve.metrics import ServerMetrics
+from eagle_fsd.chat.web.page import add_page, page_settings
+from eagle_fsd.utils.options import OptionsError
+
+KEY = {"authorization": "Bearer 0123456789abcdef"}
+ABOUT = About("pair", AcceptanceConfig(threshold=0.2), Limits(max_new_tokens=300))
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[httpx.Client]:
+    backend: Any = SimpleNamespace(queue=None)
+    app = api_app(backend, ["pair"], ServerMetrics())
+    add_page(app, page_settings(ABOUT, AnswerOptions(), ["What?"]))
+    access = Access(keys=("0123456789abcdef",), page=True)
+    server = ServerThread(Guard(app, access, error_body=api_error))
+    yield server.http
+    server.stop()
+
+
+def test_files_are_static_and_settings_need_the_key(page: httpx.Client) -> None:
+    for path, kind in (("/", "html"), ("/page.css", "css"), ("/page.js", "javascript")):
+        reply = page.get(path)
+        assert reply.status_code == page.head(path).status_code == 200
+        assert reply.headers["content-type"] == f"text/{kind}; charset=utf-8"
+        assert "//" not in reply.text.replace("\n//", "").replace(" //", "")  # no other hosts
+        policy = reply.headers["content-security-policy"]
+        assert "default-src 'none'; script-src 'self'; style-src 'self'; connect-src" in policy
+        assert "unsafe" not in policy
+        assert reply.headers["x-content-type-options"] == "nosniff"
+    refused = page.get("/page.json")
+    assert refused.status_code == 401
+    assert refused.headers["www-authenticate"].startswith("Bearer ")
+    assert "pair" not in refused.text
+    assert page.get("/page.json", headers=KEY).json()["examples"] == ["What?"]
+
+
+def test_settings_are_the_servers() -> None:
+    """The slider needs a finite threshold; a rule of the server's has none of the controls."""
+    found = page_settings(ABOUT, AnswerOptions(top_p=0.5, seed=3, temperature=0.5))
+    controls = {control["name"]: control for control in found["controls"]}
+    assert {name: item["value"] for name, item in controls.items()} == {
+        "threshold": 0.2,
+        "divergence": "js",
+        "min_ratio": 0.0,
+        "temperature": 0.5,
+        "max_new_tokens": 300,
+    }
+    assert [controls[name]["max"] for name in ("threshold", "max_new_tokens")] == [0.5, 300]
+    assert (found["params"]["top_p"], found["params"]["seed"]) == (0.5, 3)
+    assert "max_new_tokens" not in found["params"]
+    for acceptance, value in ((AcceptanceConfig(threshold=0.9), 0.9), (AcceptanceConfig(), 0.5)):
+        about = About("pair", acceptance, Limits())
+        assert page_settings(about, AnswerOptions())["controls"][0]["max"] == value
+    margin = page_settings(
+        About("pair", AcceptanceConfig(rule="margin"), Limits()), AnswerOptions()
+    )
+    assert [control["enabled"] for control in margin["controls"]] == [False] * 3 + [True] * 2
+    endless = About("pair", AcceptanceConfig(threshold=math.inf), Limits())
+    with pytest.raises(OptionsError, match="threshold must be finite for the web page's slider;"):
+        page_settings(endless, AnswerOptions())
+
+
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    parts=st.lists(
+        st.sampled_from(["page.js", "page.py", "..", "%2e%2e", "", "\\", "x" * 300, "etc"]),
+        max_size=6,
+    ),
+    method=st.sampled_from(["GET", "HEAD", "POST", "PUT", "OPTIONS"]),
+)
+def test_junk_in_paths(page: httpx.Client, parts: list[str], method: str) -> None:
+    reply = page.request(method, f"{page.base_url}/" + "/".join(parts), headers=KEY)
+    assert reply.status_code in (200, 404, 405)
+    assert "from __future__" not in reply.text
+    assert "Traceback" not in reply.text
