@@ -133,7 +133,8 @@ def test_files_of_a_page_need_no_key() -> None:
         assert call(guard, path=path, headers={"authorization": f"Bearer {KEY}"}).is_success
         assert call(guard, path=path, auth=("anybody", "other")).status_code == 401
     for value in (b"Basic " + base64.b64encode(KEY.encode()), b"Basic \xff"):
-        assert call(guard, headers={"authorization": value}).status_code == 401
+        headers = {"authorization": value}
+        assert call(guard, path="/page.json", headers=headers).status_code == 401
 
 
 def test_requests_have_an_identifier(caplog: pytest.LogCaptureFixture) -> None:
