@@ -34,11 +34,7 @@ COLUMNS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Time both ways, print the table and save it.
-
-    Args:
-        arguments: The command line; default: that of the process.
-    """
+    """Time both ways, print the table and save it."""
     parser = new_parser("Time attention over a draft tree.", compiles=False)
     options = parse(parser, arguments)
     contexts, repeats = ((64, 128), 2) if options.quick else ((1024, 2048, 4096, 8192), 20)

@@ -52,11 +52,7 @@ COLUMNS = {
 class Run:
     """All prompts answered in batches.
 
-    Attributes:
-        seconds: Duration.
-        answers: Tokens of each answer, in the order of the prompts.
-        steps: Target passes, summed over the answers.
-        bytes: Bytes of the caches.
+    ``bytes``: Bytes of the caches.
     """
 
     seconds: float
@@ -76,11 +72,7 @@ class Run:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the table and save it.
-
-    Args:
-        arguments: The command line; default: that of the process.
-    """
+    """Measure, print the table and save it."""
     parser = new_parser("Time many prompts in batches.")
     parser.add_argument("--count", type=int, default=200, help="problems to answer")
     options = parse(parser, arguments)
@@ -151,14 +143,7 @@ def _save(
 
 
 def answer(way: Contender, warm_up: Sequence[Any], prompts: Sequence[Any], new_tokens: int) -> Run:
-    """Answer all prompts, as many at once as there are untimed ones before them.
-
-    Args:
-        way: How to decode.
-        warm_up: Token ids of each untimed prompt.
-        prompts: Token ids of each prompt.
-        new_tokens: Maximum number of new tokens.
-    """
+    """Answer all prompts, as many at once as there are untimed ones before them."""
     before, requests = (
         [way.model.request(ids, new_tokens, **way.options()) for ids in part]
         for part in (warm_up, prompts)

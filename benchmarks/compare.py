@@ -96,12 +96,8 @@ COLUMNS = {
 class Method:
     """A way to generate, and its results.
 
-    Attributes:
-        name: Shown in the table.
-        setting: Tree, or number of drafted tokens.
-        generate: Takes a prompt ``[1, S]`` and returns the new tokens and the seconds.
-        seconds: Seconds of each answer.
-        answers: New tokens of each answer.
+    ``generate``: Takes a prompt ``[1, S]`` and returns the new tokens and the seconds.
+    ``seconds``: Seconds of each answer.
     """
 
     name: str
@@ -113,8 +109,7 @@ class Method:
     def answer(self, ids: Tensor) -> None:
         """Answer a prompt, and note the time.
 
-        Args:
-            ids: ``[1, S]``.
+        ``ids``: ``[1, S]``.
         """
         answer, seconds = self.generate(ids)
         self.answers.append(answer)
@@ -136,11 +131,7 @@ class Method:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the table and save it.
-
-    Args:
-        arguments: The command line; default: that of the process.
-    """
+    """Measure, print the table and save it."""
     parser = new_parser("Compare Hugging Face's ways to generate with this project's.")
     parser.add_argument("--count", type=int, default=100, help="problems in the table")
     parser.add_argument("--trial", type=int, default=8, help="problems that select settings")
@@ -260,12 +251,7 @@ def _save(options: argparse.Namespace, tables: list[Table], finished: bool) -> N
 
 
 def hugging_face_methods(model: EagleFSD, new_tokens: int) -> list[Method]:
-    """Return greedy, prompt lookup and assisted generation, each with all its settings.
-
-    Args:
-        model: The bundled pair, whose target generates.
-        new_tokens: Maximum number of new tokens.
-    """
+    """Return greedy, prompt lookup and assisted generation, each with all its settings."""
     target = model.model
     methods = [Method(GREEDY, "", _hugging_face(target, new_tokens))]
     for count in LOOKUP_TOKENS:
@@ -308,13 +294,7 @@ def _timed(
 
 
 def own_methods(model: EagleFSD, new_tokens: int, compiled: bool = False) -> list[Method]:
-    """Return plain decoding, exact verification with all its trees, and FSD.
-
-    Args:
-        model: The bundled pair.
-        new_tokens: Maximum number of new tokens.
-        compiled: Whether the models' passes are compiled.
-    """
+    """Return plain decoding, exact verification with all its trees, and FSD."""
     methods = []
     for way in contenders(model):
         trees = [way.tree, *(EXACT_TREES if way.name == EXACT else ())]
@@ -344,15 +324,7 @@ def official_groups(
     new_tokens: int,
     compiles: bool,
 ) -> list[list[Method]]:
-    """Return, for each tree, the official code followed by this project's exact decoding.
-
-    Args:
-        worker: A process that decodes with the official code.
-        model: The bundled pair.
-        trees: The trees of both.
-        new_tokens: Maximum number of new tokens.
-        compiles: Whether to add exact decoding with compiled passes.
-    """
+    """Return, for each tree, the official code followed by this project's exact decoding."""
     exact = Contender(EXACT, model, AcceptanceConfig())
     return [
         [
@@ -387,12 +359,7 @@ def _official(
 def compare_with_official(official: Method, *methods: Method) -> list[dict[str, Any]]:
     """Compare methods with the official code at the same tree.
 
-    Args:
-        official: The official code.
-        *methods: The methods, which answered the same problems.
-
-    Returns:
-        A row of the table for each method. The ratio is the geometric mean over the problems.
+    Returns A row of the table for each method. The ratio is the geometric mean over the problems.
     """
     rows = []
     for method in methods:
@@ -438,14 +405,7 @@ def summarize(
 ) -> dict[str, Any]:
     """Summarize a method's results.
 
-    Args:
-        method: The method.
-        greedy: Hugging Face's greedy generation of the same problems.
-        model: The pair, for its tokenizer.
-        tasks: The problems.
-
-    Returns:
-        A row of the table. The speed is the geometric mean over the problems.
+    Returns a row of the table. The speed is the geometric mean over the problems.
     """
     speedup, interval = mean_ratio(method.speeds, greedy.speeds)
     texts = [model.tokenizer.decode(new, skip_special_tokens=True) for new in method.answers]

@@ -51,13 +51,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Answers:
-    """Results of one setting.
-
-    Attributes:
-        tokens: Number of tokens of each answer.
-        steps: Target passes of each answer.
-        right: Whether each answer is right.
-    """
+    """Results of one setting."""
 
     tokens: list[int]
     steps: list[int]
@@ -69,20 +63,12 @@ class Answers:
         return sum(self.tokens) / sum(self.steps)
 
     def changes(self, exact: Answers) -> tuple[int, int]:
-        """Count the answers that only exact decoding has right, and those that only this one has.
-
-        Args:
-            exact: Exact decoding of the same problems.
-        """
+        """Count the answers that only exact decoding, and that only this one, has right."""
         pairs = list(zip(exact.right, self.right, strict=True))
         return pairs.count((True, False)), pairs.count((False, True))
 
     def compared(self, other: Answers) -> dict[str, Any]:
-        """Return the mean ratio of the answers' taus, and its interval.
-
-        Args:
-            other: The answers in the denominator.
-        """
+        """Return the mean ratio of the answers' taus, and its interval."""
         taus = (
             [count / passes for count, passes in zip(item.tokens, item.steps, strict=True)]
             for item in (self, other)
@@ -92,11 +78,7 @@ class Answers:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the table and save it.
-
-    Args:
-        arguments: The command line; default: that of the process.
-    """
+    """Measure, print the table and save it."""
     parser = new_parser("Compare divergences at equal quality.", compiles=False)
     parser.add_argument("--count", type=int, default=200, help="problems")
     parser.add_argument("--limit", type=float, default=1.0, help="points of accuracy to lose")
@@ -156,18 +138,7 @@ def search(
 ) -> tuple[float, Answers]:
     """Find the largest threshold within the limit.
 
-    Args:
-        model: The pair.
-        tasks: The problems.
-        divergence: The divergence's name.
-        exact: Exact decoding of the problems.
-        allowed: How many answers more may be lost than gained.
-        bisections: Thresholds to try between :data:`LOWEST`, which is taken to be within the limit,
-            and :data:`HIGHEST`.
-        new_tokens: Maximum number of new tokens of an answer.
-
-    Returns:
-        The threshold and the answers.
+    :data:`LOWEST` is taken to be within it. Returns the threshold and the answers.
     """
     low, high = LOWEST, HIGHEST
     best: Answers | None = None
@@ -196,16 +167,8 @@ def answer(
 ) -> Answers | None:
     """Answer the problems greedily.
 
-    Args:
-        model: The pair.
-        tasks: The problems.
-        acceptance: Acceptance options.
-        new_tokens: Maximum number of new tokens of an answer.
-        exact: Exact decoding of the problems; default: there is no limit.
-        allowed: How many answers more may be lost than gained.
-
-    Returns:
-        The answers; None as soon as the limit cannot be met any more.
+    Returns None as soon as more than ``allowed`` answers more are lost than gained, compared with
+    ``exact``.
     """
     prompts = [
         model.tokenizer.apply_chat_template(

@@ -74,18 +74,7 @@ COLUMNS = {
 
 @dataclass
 class Method:
-    """A way to decode, and its results.
-
-    Attributes:
-        drafter: Name of the drafter; empty for plain decoding.
-        setting: Key of :data:`ACCEPTANCE`.
-        model: The pair, with the tree.
-        new_tokens: Maximum number of new tokens of an answer.
-        speeds: Tokens per second of every answer.
-        tokens: Number of tokens of all answers.
-        steps: Target passes of all answers.
-        right: Number of right answers.
-    """
+    """A way to decode, and its results."""
 
     drafter: str
     setting: str
@@ -99,9 +88,7 @@ class Method:
     def answer(self, ids: Tensor, final: int) -> None:
         """Answer a problem.
 
-        Args:
-            ids: ``[1, S]`` the prompt.
-            final: The right result.
+        ``ids``: ``[1, S]`` the prompt.
         """
         synchronize()
         begin = time.perf_counter()
@@ -122,11 +109,7 @@ class Method:
         self.right += text.rpartition("####")[2].strip() == str(final)
 
     def row(self, plain: Method) -> dict[str, Any]:
-        """Summarize the results.
-
-        Args:
-            plain: Plain decoding of the same problems.
-        """
+        """Summarize the results."""
         speedup, interval = mean_ratio(self.speeds, plain.speeds)
         return {
             "drafter": self.drafter or "none",
@@ -140,11 +123,7 @@ class Method:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the tables and save them.
-
-    Args:
-        arguments: The command line; default: that of the process.
-    """
+    """Measure, print the tables and save them."""
     parser = new_parser("Compare drafters on the bundled target.", compiles=False)
     parser.add_argument("--count", type=int, default=100, help="problems in the table")
     parser.add_argument("--trial", type=int, default=12, help="problems that select the trees")
@@ -178,11 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def task_sets(count: int) -> dict[str, list[Task]]:
-    """Return the tasks of each set by its name.
-
-    Args:
-        count: Number of tasks per set.
-    """
+    """Return the tasks of each set by its name."""
     single = [
         (chat_messages((problem.question, ""))[:-1], problem.final)
         for problem in problems("test", count)
@@ -197,14 +172,7 @@ def task_sets(count: int) -> dict[str, list[Task]]:
 def compare(
     plain: Method, candidates: Sequence[Method], tasks: Sequence[Task], trial: int
 ) -> list[dict[str, Any]]:
-    """Select the best tree of every drafter and setting, then measure them.
-
-    Args:
-        plain: Plain decoding.
-        candidates: Drafters, settings and trees.
-        tasks: The tasks: one that is not counted, those that select the trees, the others.
-        trial: Number of tasks that select.
-    """
+    """Select the best tree of every drafter and setting, then measure them."""
     _answer_all(candidates, tasks[: trial + 1])
     best: dict[tuple[str, str], Method] = {}
     for method in candidates:

@@ -27,16 +27,7 @@ WEIGHTS = "model.safetensors"
 def load_pair(
     target: str, head: str, dtype: str, total_tokens: int, depth: int, top_k: int
 ) -> EaModel:
-    """Load a target and its EAGLE-2 head on the CPU.
-
-    Args:
-        target: Folder of a target whose weights are in a single file.
-        head: Folder of the head.
-        dtype: Name of a torch data type.
-        total_tokens: Nodes of the tree, including its root.
-        depth: Its depth.
-        top_k: Children of each node.
-    """
+    """Load a target and its EAGLE-2 head on the CPU."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for path in Path(target).iterdir():
@@ -61,9 +52,6 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
     The official code ends after the step that reaches a limit: what the last one emits beyond the
     number of new tokens, or behind an end-of-sequence token, is not counted.
-
-    Args:
-        request: See ``revision_worker.py``.
     """
     model = load_pair(request["target"], request["head"], request["dtype"], *request["tree"])
     ids = torch.tensor([request["ids"]])

@@ -56,11 +56,7 @@ ACCEPTED = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Time all points, print a table of each range, and save tables and plots.
-
-    Args:
-        arguments: The command line; default: that of the process.
-    """
+    """Time all points, print a table of each range, and save tables and plots."""
     parser = new_parser("Show how a step grows with context, tree, vocabulary and batch.")
     parser.add_argument("--shape", choices=SHAPES, help="default: small, on a GPU llama-3.1-8b")
     parser.add_argument(

@@ -58,12 +58,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 def new_parser(description: str, compiles: bool = True) -> argparse.ArgumentParser:
-    """Create a parser with the options that all benchmarks have.
-
-    Args:
-        description: One line for ``--help``.
-        compiles: Whether the benchmark has passes to compile, and so the option ``--compile``.
-    """
+    """Create a parser with the options that all benchmarks have."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the script")
@@ -82,12 +77,7 @@ def new_parser(description: str, compiles: bool = True) -> argparse.ArgumentPars
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse options, set the number of threads, and silence transformers.
 
-    Args:
-        parser: The result of :func:`new_parser`.
-        arguments: The command line; default: that of the process.
-
-    Returns:
-        The options; ``dtype`` is a ``torch.dtype``.
+    Returns the options; ``dtype`` is a ``torch.dtype``.
     """
     options = parser.parse_args(arguments)
     name = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
@@ -101,34 +91,18 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 
 
 def parse_tree(text: str) -> TreeConfig:
-    """Parse ``total_tokens/depth/top_k``.
-
-    Args:
-        text: Such as ``60/6/10``.
-
-    Raises:
-        ValueError: There are not three numbers, or one is out of bounds.
-    """
+    """Parse ``total_tokens/depth/top_k``, such as ``60/6/10``."""
     total_tokens, depth, top_k = map(int, text.split("/"))
     return TreeConfig(total_tokens=total_tokens, depth=depth, top_k=top_k)
 
 
 def tree_name(tree: TreeConfig) -> str:
-    """Return ``total_tokens/depth/top_k``.
-
-    Args:
-        tree: The tree.
-    """
+    """Return ``total_tokens/depth/top_k``."""
     return f"{tree.total_tokens}/{tree.depth}/{tree.top_k}"
 
 
 def progress(items: Iterable[T], label: str) -> Iterable[T]:
-    """Iterate with a progress bar on standard error.
-
-    Args:
-        items: What to iterate over.
-        label: Shown before the bar.
-    """
+    """Iterate with a progress bar on standard error."""
     return tqdm(list(items), desc=label, file=sys.stderr, leave=False)
 
 
@@ -141,10 +115,6 @@ class ForcedAcceptance(AcceptanceRule):
     The wrapped rule is evaluated, but its result is ignored. A step emits ``count + 1`` tokens if
     its tree is deep enough. The output is meaningless, so a call with this rule fails unless
     :func:`time_steps` makes it.
-
-    Args:
-        count: Drafted tokens to accept per step.
-        rule: A rule without state whose cost is to be measured.
     """
 
     def __init__(self, count: int, rule: AcceptanceRule) -> None:
@@ -171,11 +141,8 @@ class ForcedAcceptance(AcceptanceRule):
 class Contender:
     """A way to decode.
 
-    Attributes:
-        name: Such as :data:`EXACT`.
-        model: The pair.
-        acceptance: Acceptance options, which also select the pair's tree; None for plain decoding.
-        sampling: Sampling options; default: greedy.
+    ``acceptance``: Acceptance options, which also select the pair's tree; None for plain decoding.
+    ``sampling``: Sampling options; default: greedy.
     """
 
     name: str
@@ -196,12 +163,7 @@ class Contender:
 
 
 def contenders(model: EagleFSD, sampled: bool = False) -> list[Contender]:
-    """Return plain decoding, exact verification and FSD with the same models.
-
-    Args:
-        model: The pair; exact verification and FSD use the trees that it has for them.
-        sampled: Add the latter two with :data:`SAMPLING`.
-    """
+    """Return plain decoding, exact verification and FSD with the same models."""
     fsd = FSD_ACCEPTANCE if model.acceptance.lossless else model.acceptance
     found = [
         Contender(PLAIN, model),
@@ -218,13 +180,7 @@ def contenders(model: EagleFSD, sampled: bool = False) -> list[Contender]:
 
 @dataclass(frozen=True)
 class Timing:
-    """How many steps to time.
-
-    Attributes:
-        warm_up: Steps before the first timed one.
-        block: Number of steps that each call takes before the next one continues.
-        blocks: Turns of each call.
-    """
+    """How many steps to time."""
 
     warm_up: int = 8
     block: int = 4
@@ -244,13 +200,10 @@ QUICK = Timing(1, 1, 2)
 class StepTimes:
     """Times of one contender's steps.
 
-    Attributes:
-        blocks: Seconds per step of each block.
-        phases: Seconds per step by phase; empty if the steps were replayed as CUDA graphs, which
-            have no phases, until :func:`add_phases` has measured them.
-        phased: Seconds of a step that was divided into these phases.
-        captured: Whether the steps in ``blocks`` were replayed as CUDA graphs.
-        tau: Tokens emitted per row and step.
+    ``blocks``: Seconds per step of each block. ``phases``: Seconds per step by phase; empty if the
+    steps were replayed as CUDA graphs, which have no phases, until :func:`add_phases` has measured
+    them. ``phased``: Seconds of a step that was divided into these phases. ``tau``: Tokens emitted
+    per row and step.
     """
 
     blocks: list[float] = field(default_factory=list)
@@ -276,15 +229,8 @@ def time_steps(
 
     Rows do not end at end-of-sequence tokens.
 
-    Args:
-        contenders: What to time.
-        ids: ``[B, S]`` the prompts, on the target's device.
-        timing: How many steps to time.
-        label: What is timed, for the progress bar.
-        accepted: Drafted tokens that every step is forced to accept; default: no force.
-
-    Returns:
-        The times by the contender's name.
+    ``ids``: ``[B, S]`` the prompts, on the target's device. ``accepted``: Drafted tokens that
+    every step is forced to accept; default: no force. Returns the times by the contender's name.
     """
     times = {contender.name: StepTimes() for contender in contenders}
     with ExitStack() as stack:
@@ -325,16 +271,7 @@ def add_phases(
     label: str,
     accepted: int | None = None,
 ) -> None:
-    """Time steps that were replayed as CUDA graphs once more, without graphs, for their phases.
-
-    Args:
-        times: Result of :func:`time_steps` for the other arguments; its phases are set.
-        contenders: See :func:`time_steps`.
-        ids: See :func:`time_steps`.
-        timing: See :func:`time_steps`.
-        label: See :func:`time_steps`.
-        accepted: See :func:`time_steps`.
-    """
+    """Time steps that were replayed as CUDA graphs once more, without graphs, for their phases."""
     replayed = [contender for contender in contenders if times[contender.name].captured]
     eager = []
     for contender in replayed:
@@ -388,13 +325,7 @@ def synchronize() -> None:
 def random_prompt(model: EagleFSD, rows: int, length: int) -> Tensor:
     """Draw prompts.
 
-    Args:
-        model: The pair.
-        rows: ``B``.
-        length: ``S``.
-
-    Returns:
-        ``[B, S]`` token ids on the target's device.
+    Returns ``[B, S]`` token ids on the target's device.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.target.vocab_size, (rows, length), generator=generator)
@@ -405,24 +336,14 @@ def random_prompt(model: EagleFSD, rows: int, length: int) -> Tensor:
 
 
 def mean_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, list[float]]:
-    """Return the geometric mean of ratios, and its 95% interval.
-
-    Args:
-        above: Numerators, at least two.
-        below: As many denominators.
-    """
+    """Return the geometric mean of ratios, and its 95% interval."""
     logs = [math.log(a / b) for a, b in zip(above, below, strict=True)]
     mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
     return math.exp(mean), [math.exp(mean - 1.96 * error), math.exp(mean + 1.96 * error)]
 
 
 def copy_bandwidth(device: torch.device, quick: bool = False) -> float:
-    """Measure the bytes per second, read and written, of a large copy on a device.
-
-    Args:
-        device: The device.
-        quick: Copy little.
-    """
+    """Measure the bytes per second, read and written, of a large copy on a device."""
     size = (1 << 22) if quick else (1 << 28 if device.type == "cpu" else 1 << 31)
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -442,11 +363,6 @@ def step_bytes(contender: Contender, context: int, rows: int = 1) -> int:
     These are the weights of the target, and for each of the ``depth + 1`` passes of the draft head
     its weights and its output projection, plus the keys and values of the context in every pass.
     Of the input embedding, only a few rows are read.
-
-    Args:
-        contender: The way to decode; its drafter must be a draft head.
-        context: Tokens before the tree in each row.
-        rows: Number of rows.
     """
     model = contender.model
     target, head = model.target, model.drafter
@@ -493,18 +409,9 @@ def step_row(
 ) -> dict[str, Any]:
     """Summarize the steps of a contender.
 
-    Args:
-        contender: The way to decode.
-        times: Its times.
-        plain: The times of plain decoding.
-        context: Tokens before the tree in each row.
-        rows: Number of rows.
-        bandwidth: Bytes per second.
-
-    Returns:
-        Milliseconds by phase and of the floor; ``speedup`` is relative to plain decoding. Phases
-        that have not been measured are None. ``phased_ms`` is the step that was divided into
-        phases.
+    ``bandwidth``: Bytes per second. Returns milliseconds by phase and of the floor; ``speedup`` is
+    relative to plain decoding. Phases that have not been measured are None. ``phased_ms`` is the
+    step that was divided into phases.
     """
     floor = step_bytes(contender, context, rows) / bandwidth
     phases: dict[str, float | None] = dict.fromkeys((*SHOWN_PHASES, "rest"))
@@ -534,14 +441,7 @@ def step_row(
 
 @dataclass
 class Table:
-    """Results with the same columns.
-
-    Attributes:
-        title: What is shown, in a few words.
-        columns: Header of each column by the key of a row; other keys are in the JSON file only.
-        rows: The results.
-        note: A sentence below the table.
-    """
+    """Results with the same columns."""
 
     title: str
     columns: Mapping[str, str]
@@ -576,13 +476,8 @@ def save_report(
 ) -> None:
     """Print the tables, and save them as JSON and Markdown, and the figure as PNG.
 
-    Args:
-        options: The script's options, which are saved too.
-        name: Name of the files without extension; the device's type is appended.
-        tables: The results.
-        figure: A matplotlib figure; default: none.
-        finished: False if more results follow: nothing is printed, and the files say that they are
-            incomplete. They remain if the script is killed.
+    The files are called ``name`` and the device's type. If not ``finished``, nothing is printed,
+    and the files say that they are incomplete; they remain if the script is killed.
     """
     environment = describe_environment()
     machine, versions = environment["machine"], environment["versions"]
@@ -616,12 +511,7 @@ def save_report(
 def new_figure(columns: int = 1, rows: int = 1) -> tuple[Any, Any]:
     """Create a matplotlib figure 800 pixels wide, without a display.
 
-    Args:
-        columns: Plots beside each other.
-        rows: Plots below each other.
-
-    Returns:
-        The figure, and the list of its axes.
+    Returns the figure, and the list of its axes.
     """
     from matplotlib.figure import Figure
 
@@ -636,11 +526,6 @@ def draw_phases(axis: Any, labels: Sequence[str], rows: Sequence[Mapping[str, An
     """Draw the phases of steps as stacked bars, and their floors as lines.
 
     Where steps were replayed as CUDA graphs, diamonds show their durations.
-
-    Args:
-        axis: A matplotlib axis.
-        labels: Name of each bar.
-        rows: Results of :func:`step_row`.
     """
     left = [0.0] * len(rows)
     for phase, color in zip((*SHOWN_PHASES, "rest"), COLORS, strict=False):

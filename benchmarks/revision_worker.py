@@ -18,15 +18,7 @@ from eagle_fsd import EagleFSD
 
 @lru_cache
 def load_pair(target: str, head: str, total_tokens: int, depth: int, top_k: int) -> EagleFSD:
-    """Load a pair in float32 on the CPU.
-
-    Args:
-        target: Folder of the target.
-        head: Folder of its EAGLE-2 head.
-        total_tokens: Nodes of the tree.
-        depth: Its depth.
-        top_k: Children of each node.
-    """
+    """Load a pair in float32 on the CPU."""
     return EagleFSD.from_pretrained(
         target, head, device_map="cpu", total_tokens=total_tokens, depth=depth, top_k=top_k
     )
@@ -35,12 +27,10 @@ def load_pair(target: str, head: str, total_tokens: int, depth: int, top_k: int)
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Decode one prompt.
 
-    Args:
-        request: ``target``, ``head``, ``tree`` (see :func:`load_pair`), ``compile``, ``ids`` of the
-            prompt, and ``options`` of the call.
+    ``request`` has ``target``, ``head``, ``tree`` (total tokens, depth, top_k), ``compile``,
+    ``ids`` of the prompt, and ``options`` of the call.
 
-    Returns:
-        The new ``tokens``, the number of ``passes`` of the target, and the ``seconds``.
+    Returns the new ``tokens``, the number of ``passes`` of the target, and the ``seconds``.
     """
     model = load_pair(request["target"], request["head"], *request["tree"])
     # The second is the name in revisions up to d16a6ae. No effect where one cannot compile.

@@ -69,11 +69,7 @@ COLUMNS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the tables and save them.
-
-    Args:
-        arguments: The command line; default: that of the process.
-    """
+    """Measure, print the tables and save them."""
     parser = new_parser("Compare the speed of the working tree with that of an older revision.")
     parser.add_argument("--revision", default=REVISION, help="the older one; default: %(default)s")
     parser.add_argument("--count", type=int, default=40, help="prompts per pair and tree")
@@ -147,15 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def unpack(revision: str, folder: Path) -> None:
-    """Unpack a revision of this repository.
-
-    Args:
-        revision: A Git revision.
-        folder: Where to; created.
-
-    Raises:
-        subprocess.CalledProcessError: There is no such revision.
-    """
+    """Unpack a revision of this repository."""
     command = ["git", "archive", "--format=tar", revision, "eagle_fsd"]
     archive = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
@@ -163,11 +151,7 @@ def unpack(revision: str, folder: Path) -> None:
 
 
 class Worker:
-    """A process that decodes with one revision, or with the official EAGLE code.
-
-    Args:
-        process: A running ``revision_worker.py`` or ``eagle_worker.py``.
-    """
+    """A process that decodes with one revision, or with the official EAGLE code."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -181,17 +165,7 @@ class Worker:
         python: str = sys.executable,
         threads: int = 1,
     ) -> Iterator[Worker]:
-        """Start a worker, and end it with the context.
-
-        Args:
-            root: Folder that contains the package to import.
-            script: What to run.
-            python: The interpreter.
-            threads: Number of torch threads.
-
-        Raises:
-            RuntimeError: The worker imported another revision.
-        """
+        """Start a worker, and end it with the context."""
         path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
         process = subprocess.Popen(
             [python, str(Path(__file__).with_name(script))],
@@ -213,14 +187,7 @@ class Worker:
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Decode one prompt.
 
-        Args:
-            request: See ``revision_worker.py``.
-
-        Returns:
-            The new tokens, the number of target passes, and the seconds.
-
-        Raises:
-            RuntimeError: The worker ended.
+        Returns the new tokens, the number of target passes, and the seconds.
         """
         stdin = _pipe(self.process.stdin)
         stdin.write(json.dumps(request) + "\n")
@@ -245,14 +212,7 @@ def compare(
 ) -> dict[str, Any]:
     """Answer prompts with both revisions in turn, after one that is not counted.
 
-    Args:
-        workers: The revisions.
-        request: What the requests for all prompts have in common.
-        prompts: Token ids of each prompt.
-        label: Shown beside the progress bar.
-
-    Returns:
-        A row of the table. The ratio is the geometric mean over the prompts.
+    Returns a row of the table. The ratio is the geometric mean over the prompts.
     """
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
     for index, ids in enumerate(progress([prompts[0], *prompts], label)):

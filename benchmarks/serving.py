@@ -66,11 +66,8 @@ SERVER_COLUMNS = {
 class Measurement:
     """One answer.
 
-    Attributes:
-        text: The answer.
-        tokens: Its number of tokens.
-        first: Seconds from the request to the first tokens.
-        seconds: Seconds from the request to the end of the answer.
+    ``first``: Seconds from the request to the first tokens. ``seconds``: Seconds from the request
+    to the end of the answer.
     """
 
     text: str
@@ -83,10 +80,7 @@ class Measurement:
 class Server:
     """A server that is ready.
 
-    Attributes:
-        url: Its address.
-        process: Its first process.
-        start: Seconds until it was ready.
+    ``start``: Seconds until it was ready.
     """
 
     url: str
@@ -104,11 +98,7 @@ class Server:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the tables and save them.
-
-    Args:
-        arguments: The command line; default: that of the process.
-    """
+    """Measure, print the tables and save them."""
     parser = new_parser("Measure the server under 1 to 32 clients.")
     parser.add_argument("--revision", help="also measure this revision")
     parser.add_argument("--count", type=int, default=48, help="requests for each number of clients")
@@ -284,10 +274,7 @@ async def ask(client: httpx.AsyncClient, request: dict[str, Any]) -> Measurement
 def summarize(clients: int, answers: Sequence[Measurement], seconds: float) -> dict[str, Any]:
     """Return a row of a table.
 
-    Args:
-        clients: Number of clients.
-        answers: The answers.
-        seconds: Seconds until all had been received.
+    ``seconds``: Seconds until all had been received.
     """
     latency, first = [item.seconds for item in answers], [item.first for item in answers]
     return {
@@ -301,12 +288,7 @@ def summarize(clients: int, answers: Sequence[Measurement], seconds: float) -> d
 
 
 def compare(results: dict[str, list[dict[str, Any]]], texts: dict[str, list[list[str]]]) -> Table:
-    """Return the table of speed and time to the first token of both revisions.
-
-    Args:
-        results: The rows of each.
-        texts: The answers behind each row.
-    """
+    """Return the table of speed and time to the first token of both revisions."""
     rows = []
     answers = zip(texts[OLD], texts[NEW], strict=True)
     for old, new, both in zip(results[OLD], results[NEW], answers, strict=True):

@@ -171,14 +171,7 @@ COLUMNS = {
 def random_target(
     config: PreTrainedConfig, device: str, dtype: torch.dtype, **changes: Any
 ) -> PreTrainedModel:
-    """Create a target with random weights on a device.
-
-    Args:
-        config: One of :data:`SHAPES`.
-        device: Where the weights are created.
-        dtype: Data type of the weights.
-        **changes: Fields of the configuration to change.
-    """
+    """Create a target with random weights on a device."""
     config = type(config)(**{**config.to_diff_dict(), **changes})
     with torch.device(device), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
@@ -189,9 +182,7 @@ def random_target(
 def random_head(model: PreTrainedModel, draft_vocab: int | None = None) -> EagleHead:
     """Create an EAGLE-2 head with random weights on the target's device.
 
-    Args:
-        model: The target.
-        draft_vocab: Number of tokens that the head drafts; default: all.
+    ``draft_vocab``: Number of tokens that the head drafts; default: all.
     """
     with torch.device(model.device), no_init_weights():
         head = EagleHead(model.config, bias=False, dtype=model.dtype)
@@ -203,11 +194,7 @@ def random_head(model: PreTrainedModel, draft_vocab: int | None = None) -> Eagle
 
 @torch.no_grad()
 def randomize(module: torch.nn.Module) -> None:
-    """Draw weights such that activations stay near 1 and logits spread by :data:`LOGIT_SPREAD`.
-
-    Args:
-        module: A target or a head; changed in place.
-    """
+    """Draw weights such that activations stay near 1 and logits spread by :data:`LOGIT_SPREAD`."""
     projection = getattr(module, "lm_head", None)
     for name, weight in module.named_parameters():
         if weight.ndim < 2:
@@ -222,11 +209,7 @@ def randomize(module: torch.nn.Module) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Time every shape and head, print the tables and save them.
-
-    Args:
-        arguments: The command line; default: that of the process.
-    """
+    """Time every shape and head, print the tables and save them."""
     parser = new_parser("Time steps of published model sizes with random weights.")
     parser.add_argument("--shape", nargs="+", choices=SHAPES, help="default: all of the device's")
     parser.add_argument("--tree", nargs="+", type=parse_tree, help="total_tokens/depth/top_k")

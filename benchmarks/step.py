@@ -62,11 +62,7 @@ COLUMNS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Time the steps, print the table and save it.
-
-    Args:
-        arguments: The command line; default: that of the process.
-    """
+    """Time the steps, print the table and save it."""
     parser = new_parser("Time the phases of a decoding step against its floor.")
     parser.add_argument("--shape", choices=SHAPES, help="random weights; default: the bundled pair")
     parser.add_argument("--tree", type=parse_tree, help="default: the pair's own trees")
@@ -159,13 +155,7 @@ def _phases_note(rows: Sequence[Mapping[str, Any]]) -> str:
 def problem_prompt(model: EagleFSD, rows: int, length: int) -> Tensor:
     """Return chats about word problems, the last of which is to be answered, cut at the beginning.
 
-    Args:
-        model: The bundled pair.
-        rows: ``B``.
-        length: ``S``.
-
-    Returns:
-        ``[B, S]`` token ids on the target's device.
+    Returns ``[B, S]`` token ids on the target's device.
     """
     turns = 2 + length // 64  # a problem and its answer have more tokens than that
     found = problems("test", rows * turns)

@@ -33,11 +33,7 @@ REPORTS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Rewrite the page.
-
-    Args:
-        arguments: The command line; default: that of the process.
-    """
+    """Rewrite the page."""
     parser = argparse.ArgumentParser(description="Write the results into the README.")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--readme", type=Path, default=README, help="page to rewrite")

@@ -40,11 +40,7 @@ READ_OUT_COLUMNS = {"what": "read-out", "ms": "time (ms)"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Time verification, print the table and save it.
-
-    Args:
-        arguments: The command line; default: that of the process.
-    """
+    """Time verification, print the table and save it."""
     parser = new_parser("Time verification over a large vocabulary.", compiles=False)
     options = parse(parser, arguments)
     size, layers, repeats = (1024, 1, 2) if options.quick else (128_256, 24, 7)

@@ -14,10 +14,6 @@ def serve(package: str, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> N
 
     Requests are read from standard input and results are written to standard output, each as JSON
     on a line. What ``answer`` prints goes to standard error.
-
-    Args:
-        package: Folder of the package that decodes.
-        answer: Returns the result of a request.
     """
     print(json.dumps(package), flush=True)
     for line in sys.stdin:

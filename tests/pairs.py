@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -360,6 +361,16 @@ def write_checkpoint(
         torch.save(state, folder / file)
     else:
         save_file(state, folder / file)
+
+
+@contextmanager
+def raises_one_line(
+    message: str, kind: type[Exception] = ValueError
+) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """Expect an error whose message matches and is a single printable line."""
+    with pytest.raises(kind, match=message) as error:
+        yield error
+    one_line(error)
 
 
 def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:

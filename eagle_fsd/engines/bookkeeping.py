@@ -78,11 +78,12 @@ class RuleStates:
         if (missing := len(taken) + len(requests) - len(self._values)) > 0:
             more = self._values.new_zeros(len(self._values) + missing, len(self._delayed))
             self._values = torch.cat([self._values, more]).to(device)
+        if new:  # in a slot of an earlier request
+            slots = torch.tensor([self._slots[name] for name in new])
+            self._values.index_fill_(0, slots.to(device, non_blocking=True), 0.0)
         slots = torch.tensor([self._slots[name] for name in requests])
-        fresh = torch.tensor([name in new for name in requests])
         self._now = slots.to(device, non_blocking=True)
-        fresh = fresh.to(device, non_blocking=True)
-        state = self._values[self._now].masked_fill(fresh[:, None], 0.0)
+        state = self._values[self._now]
         for column, delayed in enumerate(self._delayed):
             if delayed:  # the engine also emits tokens without the rule
                 state[:, column] = emitted

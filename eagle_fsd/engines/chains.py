@@ -25,7 +25,7 @@ from eagle_fsd.model.verify import (
     Origin,
     Verification,
     VerificationInputs,
-    verify,
+    accepted_edges,
 )
 from eagle_fsd.model.vocabulary import Distributions
 
@@ -117,7 +117,7 @@ def acceptance(
     best = processed.logits.argmax(-1)
     sampled = torch.where(greedy[:, None], best, UNKNOWN)
     inputs = VerificationInputs(tree, raw, processed, warped, None, sampled, state=state)
-    least = verify(inputs, rule).accepted.float()
+    least = accepted_edges(inputs, rule)[2].float()
     inner = innermost(rule)
     if isinstance(inner, BudgetRule):  # it accepts at random, unless decoding is greedy
         parents, tokens = tree.parents, tree.tokens
@@ -128,20 +128,21 @@ def acceptance(
     return inputs, least
 
 
-def raise_probability(logits: Tensor, tokens: Tensor, least: Tensor) -> None:
+def raise_probability(logits: Tensor, tokens: Tensor, least: Tensor, certain: bool = False) -> None:
     """Give tokens ``[T]`` at least the probabilities ``[T]`` in the softmax of ``[T, V]`` logits.
 
     The others keep their ratios. A probability of 1 leaves no other token; logits where it is 0
-    are unchanged.
+    are unchanged. ``certain`` says that there are no probabilities between.
     """
-    index = tokens.long().clamp_min(0)[:, None]
+    index, least = tokens.long().clamp_min(0)[:, None], least[:, None]
     own = logits.gather(1, index)
-    rest = logits.scatter(1, index, -torch.inf).logsumexp(1, keepdim=True)
-    odds = least[:, None].logit()  # -inf at 0, inf at 1
-    certain = least[:, None] >= 1.0
-    logits.masked_fill_(certain, -torch.inf)
-    raised = torch.where(certain, 0.0, torch.maximum(own, odds + rest))
-    logits.scatter_(1, index, torch.where(least[:, None] > 0.0, raised, own))
+    raised = torch.zeros_like(own)
+    if not certain:
+        rest = logits.scatter(1, index, -torch.inf).logsumexp(1, keepdim=True)
+        odds = least.logit()  # -inf at 0, inf at 1
+        raised = torch.where(least < 1.0, torch.maximum(own, odds + rest), raised)
+    logits.masked_fill_(least >= 1.0, -torch.inf)
+    logits.scatter_(1, index, torch.where(least > 0.0, raised, own))
 
 
 def emitted(inputs: VerificationInputs, tokens: Tensor, accepted: Tensor) -> Verification:
@@ -191,7 +192,8 @@ class ChainVerifier(EngineRule):
             state = raw.peak.new_zeros(len(greedy), self.rule.state_size)
         inputs, least = acceptance(self.rule, tree, raw, processed, warped, greedy, state)
         flat = least[layout.rows, layout.places]
-        raise_probability(logits, tree.tokens[layout.rows, layout.places], flat)
+        certain = not isinstance(innermost(self.rule), BudgetRule)
+        raise_probability(logits, tree.tokens[layout.rows, layout.places], flat, certain=certain)
         self._step = inputs, least > 0.0, kept
 
     def finish(self, tokens: Tensor) -> None:

@@ -74,19 +74,16 @@ def choose_tree(
     best, speed = TreeConfig.for_device("cpu"), 0.0
     for nodes, depth, width in itertools.product(target, DEPTHS, level):
         seconds = target[nodes] + draft[width] + depth * level[width]
-        found = expected_length(nodes, depth, width) / seconds
+        # A step emits a token of the target, and every node with its probability.
+        shares = itertools.islice(_path_shares(depth, width), nodes - 1)
+        found = (1.0 + sum(shares)) / seconds
         if found > speed:
             best, speed = TreeConfig(total_tokens=nodes, depth=depth, top_k=width), found
     return best
 
 
-def expected_length(nodes: int, depth: int, width: int) -> float:
-    """Return the expected tokens of a step, if tokens are accepted as :data:`ACCEPTED` says."""
-    return 1.0 + sum(itertools.islice(_path_shares(depth, width), nodes - 1))
-
-
 def _path_shares(depth: int, width: int) -> Iterator[float]:
-    """Yield the probability that each node is accepted with its ancestors, the largest first."""
+    """Yield the probability that each node is kept, by :data:`ACCEPTED`, the largest first."""
     # Of each node: its probability, its parent's, its rank and its level.
     heap = [(-ACCEPTED[0], 1.0, 0, 0)]
     while heap:

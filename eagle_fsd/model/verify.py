@@ -295,29 +295,9 @@ def verify(
             ``selection="sample"`` and ``inputs.drawn`` is None.
     """
     tree = inputs.tree
-    if selection not in WHOLE_PATHS and rule.judges_paths:
-        raise ValueError(
-            f"{type(rule).__name__} judges whole paths: it needs selection"
-            f" {' or '.join(WHOLE_PATHS)}; got {selection}"
-        )
     parents, tokens = tree.parents, tree.tokens
-    gate = rule.gate(inputs)
-    chosen = rule.choose(inputs)  # the token to emit if the path ends at the node
+    chosen, exact, accepted = accepted_edges(inputs, rule, fallback, selection)
     edge_log_prob = inputs.log_prob(parents, tokens)
-    supported = inputs.supported(parents, tokens)
-
-    exact = tokens == chosen.gather(1, parents)
-    relaxed = gate.gather(1, parents) & rule.admits(inputs, parents, tokens)
-    if selection == "target":
-        chosen = _preferred_child(tree, exact, relaxed & supported, edge_log_prob, chosen)
-    elif selection == "sample":
-        chosen = _draft_draw(inputs, rule, gate, chosen)
-    accepted = exact | relaxed
-    if selection not in WHOLE_PATHS:
-        accepted = tokens == chosen.gather(1, parents)
-    if fallback == "stop":
-        accepted = accepted & gate.gather(1, parents)
-    accepted = rule.settle(inputs, exact, accepted & supported)
     accepted[:, 0] = True
 
     # Log-probabilities add up along a path, to -inf where an edge is not accepted.
@@ -351,6 +331,41 @@ def verify(
     return Verification(tokens=emitted, origins=origins, count=count, path=path, accepted=accepted)
 
 
+def accepted_edges(
+    inputs: VerificationInputs,
+    rule: AcceptanceRule,
+    fallback: str = "exact",
+    selection: str = "longest",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Decide about every edge of the tree; see :func:`verify` for the arguments.
+
+    Returns ``[B, N]`` each: the token to emit if the path ends at a node, and whether the edge into
+    a node is exact and accepted, which at the root has no meaning.
+    """
+    tree = inputs.tree
+    if selection not in WHOLE_PATHS and rule.judges_paths:
+        raise ValueError(
+            f"{type(rule).__name__} judges whole paths: it needs selection"
+            f" {' or '.join(WHOLE_PATHS)}; got {selection}"
+        )
+    parents, tokens = tree.parents, tree.tokens
+    gate = rule.gate(inputs)
+    chosen = rule.choose(inputs)
+    supported = inputs.supported(parents, tokens)
+    exact = tokens == chosen.gather(1, parents)
+    relaxed = gate.gather(1, parents) & rule.admits(inputs, parents, tokens)
+    accepted = exact | relaxed
+    if selection not in WHOLE_PATHS:
+        if selection == "target":
+            chosen = _preferred_child(inputs, exact, relaxed & supported, chosen)
+        else:
+            chosen = _draft_draw(inputs, rule, gate, chosen)
+        accepted = tokens == chosen.gather(1, parents)
+    if fallback == "stop":
+        accepted = accepted & gate.gather(1, parents)
+    return chosen, exact, rule.settle(inputs, exact, accepted & supported)
+
+
 def verify_root(inputs: VerificationInputs) -> Verification:
     """Verify a tree that consists of its root: emit the target's sample."""
     root = torch.zeros_like(inputs.sampled)
@@ -366,10 +381,11 @@ def verify_root(inputs: VerificationInputs) -> Verification:
 
 
 def _preferred_child(
-    tree: DraftTree, exact: Tensor, relaxed: Tensor, edge_log_prob: Tensor, sampled: Tensor
+    inputs: VerificationInputs, exact: Tensor, relaxed: Tensor, sampled: Tensor
 ) -> Tensor:
     """Return ``[B, N]``: a child's sample, else the likeliest relaxed child's token."""
-    score = torch.where(relaxed, edge_log_prob, -torch.inf)
+    tree = inputs.tree
+    score = torch.where(relaxed, inputs.log_prob(tree.parents, tree.tokens), -torch.inf)
     score = torch.where(exact, torch.inf, score)
     score[:, 0] = -torch.inf
     is_child = tree.parents[:, None, :] == torch.arange(tree.size, device=score.device)[:, None]

@@ -107,21 +107,30 @@ def test_lossless_settings_change_no_answer(decode: Any, method: str) -> None:
     assert found["tau"] > 1.0
 
 
+def decode_here(
+    prompts: list[list[int]], drafter: Path, settings: dict[str, Any]
+) -> tuple[list[list[int]], float]:
+    """Return this library's answers with the same chains, and its tokens per step."""
+    pair = EagleFSD.from_pretrained(drafter=drafter)
+    pair.tree = TreeConfig(total_tokens=CHAIN + 1, depth=CHAIN - 1, top_k=1)
+    answers, steps = [], 0
+    for ids in prompts:
+        acceptance = AcceptanceConfig(**settings)
+        out = pair.generate(torch.tensor([ids]), max_new_tokens=200, acceptance=acceptance)
+        answers.append(out.sequences[0, len(ids) :].tolist())
+        steps += out.stats.passes
+    return answers, sum(map(len, answers)) / steps
+
+
 @pytest.mark.parametrize(("method", "drafter"), HEADS.items())
 def test_exported_heads_accept_as_many_tokens_as_here(
     decode: Any, prompts: list[list[int]], method: str, drafter: Path
 ) -> None:
     """The number of tokens per step in chains is that of this library within 2 %."""
     found = decode(method, {"threshold": 0.0})
-    pair = EagleFSD.from_pretrained(drafter=drafter)
-    pair.tree = TreeConfig(total_tokens=CHAIN + 1, depth=CHAIN - 1, top_k=1)
-    steps = tokens = 0
-    for ids, answer in zip(prompts, found["answers"], strict=True):
-        out = pair.generate(torch.tensor([ids]), max_new_tokens=200, acceptance=AcceptanceConfig())
-        assert out.sequences[0, len(ids) :].tolist() == answer
-        steps += out.stats.passes
-        tokens += len(answer)
-    assert found["tau"] == pytest.approx(tokens / steps, rel=0.02)
+    answers, tau = decode_here(prompts, drafter, {})
+    assert found["answers"] == answers
+    assert found["tau"] == pytest.approx(tau, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -133,11 +142,16 @@ def test_exported_heads_accept_as_many_tokens_as_here(
     ],
     ids=["fsd", "top-ratio", "regret"],
 )
-def test_rules_accept_more(decode: Any, settings: dict[str, Any]) -> None:
-    """More tokens per step than lossless decoding, in other answers that begin alike."""
+def test_rules_accept_as_many_tokens_as_here(
+    decode: Any, prompts: list[list[int]], settings: dict[str, Any]
+) -> None:
+    """Answers take as many steps as in this library, and fewer than lossless decoding's.
+
+    They are not the library's, which also drafts the first token of an answer.
+    """
     exact, fuzzy = decode("eagle", {"threshold": 0.0}), decode("eagle", settings)
+    assert fuzzy["tau"] == pytest.approx(decode_here(prompts, BUNDLED_HEAD, settings)[1], rel=0.05)
     assert fuzzy["tau"] - 1.0 > 1.05 * (exact["tau"] - 1.0)
-    assert fuzzy["answers"] != exact["answers"]
     first = settings.get("exact_first", 0)
     for answer, expected in zip(fuzzy["answers"], exact["answers"], strict=True):
         assert answer[:first] == expected[:first]

@@ -18,6 +18,7 @@ from pairs import (
     path_to,
     plain_logits,
     prompt,
+    raises_one_line,
     randomize,
     small_tree,
     tiny_target,
@@ -154,17 +155,15 @@ def test_unsupported_targets_and_heads_are_rejected() -> None:
     bloom, mpt = (tiny_model(name) for name in ("bloom", "mpt"))
     for model in (bloom, mpt):
         message = f"{type(model).__name__}.* configuration has no max_position_embeddings"
-        with pytest.raises(ValueError, match=message) as error:
+        with raises_one_line(message):
             EagleFSD(model, None)
-        assert str(error.value).isprintable()
     kinds = [[["global", "local"], 1]]
     config = GPTNeoConfig(num_layers=2, hidden_size=32, num_heads=4, attention_types=kinds)
     with pytest.raises(ValueError, match="it has layers of type local"):
         Target(AutoModelForCausalLM.from_config(config))
     for name in ("opt", "gpt2", "gpt_neox"):
-        with pytest.raises(ValueError, match="cannot build an EAGLE head for") as error:
+        with raises_one_line("cannot build an EAGLE head for"):
             EagleHead(tiny_model(name).config)
-        assert str(error.value).isprintable()
 
 
 def test_offloaded_weights_are_rejected() -> None:
@@ -183,9 +182,8 @@ def test_offloaded_weights_are_rejected() -> None:
 
 def _assert_rejected(pair: EagleFSD, message: str, ids: Tensor, **options: object) -> None:
     """``generate`` raises a ValueError of one line."""
-    with pytest.raises(ValueError, match=message) as error:
+    with raises_one_line(message):
         pair.generate(ids, **{"max_new_tokens": 4, **options})
-    assert str(error.value).isprintable()
 
 
 def assert_close(scored: TargetPass, row: int, node: int, expected: tuple[Tensor, Tensor]) -> None:

@@ -19,60 +19,18 @@ from pairs import (
 )
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma2Config
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.model.attention import (
-    fold_mask,
     query_groups,
-    tree_attention,
 )
-from eagle_fsd.model.cache import additive_mask
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.target import Target
 
 HEADS, SIZE, QUERIES, KEYS = 8, 16, 7, 33
 GENERATOR = torch.Generator().manual_seed(0)
-
-
-def _layer(key_heads: int) -> nn.Module:
-    layer = nn.Module()
-    layer.num_key_value_groups = HEADS // key_heads
-    return layer
-
-
-def _inputs(rows: int, key_heads: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return query, key and value as a cache returns them, and an additive mask."""
-    query = torch.randn(rows, QUERIES, HEADS, SIZE, generator=GENERATOR)
-    store = torch.randn(2, rows, KEYS + 9, key_heads, SIZE, generator=GENERATOR)
-    allowed = torch.rand(rows, QUERIES, KEYS, generator=GENERATOR) < 0.5
-    allowed[..., 0] = True
-    tensors = [item.to(dtype).transpose(1, 2) for item in (query, *store[:, :, :KEYS])]
-    return [*tensors, additive_mask(allowed, dtype)]
-
-
-def test_folded_attention_equals_that_of_transformers() -> None:
-    """Multi-query, grouped-query and multi-head attention, with additive and boolean masks."""
-    for key_heads, rows, boolean, dtype in (
-        (1, 1, False, torch.float32),
-        (1, 3, True, torch.bfloat16),
-        (2, 1, True, torch.float32),
-        (2, 3, False, torch.bfloat16),
-        (HEADS, 3, True, torch.float32),
-        (HEADS, 1, False, torch.bfloat16),
-    ):
-        *inputs, mask = _inputs(rows, key_heads, dtype)
-        mask = mask == 0.0 if boolean else mask
-        expected, _ = sdpa_attention_forward(_layer(key_heads), *inputs, mask, scaling=0.3)
-        folded = fold_mask(mask, HEADS // key_heads)
-        assert folded.shape == (rows, 1, HEADS // key_heads * QUERIES, KEYS)
-        found, weights = tree_attention(_layer(key_heads), *inputs, folded, scaling=0.3)
-        assert weights is None
-        assert found.is_contiguous()
-        tolerance = 1e-6 if dtype == torch.float32 else 0.02
-        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
 def test_models_that_reject_folded_masks_keep_the_attention_of_transformers() -> None:

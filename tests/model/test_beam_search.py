@@ -65,7 +65,7 @@ def check(
     out = pair.beam_search(ids, mask, new, method=method, **options)
     sequences, scores = hugging_face(pair.model, ids, mask, new, **options)
     assert torch.equal(out.sequences, sequences)
-    torch.testing.assert_close(out.scores, scores, rtol=0.0, atol=1e-4)
+    torch.testing.assert_close(out.scores, scores, rtol=1e-6, atol=1e-4)
     return out
 
 
@@ -100,7 +100,7 @@ def test_hypotheses_that_end() -> None:
 
 @pytest.mark.slow
 def test_random_options() -> None:
-    for seed in range(30):
+    for seed in range(10):
         draw = random.Random(seed)
         beams, rows = draw.randint(2, 5), range(draw.randint(1, 4))
         check(

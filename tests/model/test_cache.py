@@ -12,7 +12,6 @@ import pytest
 import torch
 from pairs import (
     aligned_pair,
-    batch,
     prompt,
     tiny_target,
 )
@@ -79,19 +78,6 @@ def test_caches_are_freed_when_a_stream_ends(
         assert not list(stream)
 
 
-def test_nothing_survives_a_call(caches: list[weakref.ref[TreeCache]]) -> None:
-    options = {"max_new_tokens": 8}
-    ids, mask = batch()
-    alive = None
-    for seed in range(3):
-        aligned_pair().generate(prompt(6, seed), **options)
-        aligned_pair().generate(ids, mask, **options, temperature=1.0)
-        alive = alive or tensors()  # the first calls may create constants
-    assert len(caches) == 12
-    assert not any(cache() for cache in caches)
-    assert tensors() == alive
-
-
 LIMITED = AcceptanceConfig(threshold=0.2, max_fuzzy_nats=4.0)
 BATCHED: list[dict[str, Any]] = [
     {},
@@ -128,9 +114,9 @@ def test_memory_is_flat_over_thousands_of_steps() -> None:
         while len(batch):
             batch.step()
 
-    run(500)
+    run(300)
     before = resident_memory(), tensors()
-    run(3000)
+    run(2000)
     after = resident_memory(), tensors()
     assert after[1][0] <= before[1][0]
     assert after[1][1] <= before[1][1]

@@ -14,6 +14,7 @@ from pairs import (
     greedy_reference,
     left_padded,
     prompt,
+    raises_one_line,
     random_pair,
     reference,
     tiny_target,
@@ -121,9 +122,8 @@ def test_model_input_that_would_be_dropped_raises() -> None:
         ("past_key_values", quantized, "past_key_values other than an empty"),
         ("synced_gpus", True, "synced_gpus"),
     ):
-        with pytest.raises(ValueError, match=f"^custom_generate does not support {words}") as error:
+        with raises_one_line(f"^custom_generate does not support {words}"):
             _call(random_pair(), prompt(5), **{name: value})
-        assert str(error.value).isprintable()
 
 
 def test_model_inputs_that_change_no_token_are_accepted() -> None:
@@ -159,9 +159,8 @@ def test_other_decoding_methods_are_rejected() -> None:
         ({"return_dict_in_generate": True}, "leave return_dict_in_generate out"),
     ):
         options["custom_generate"] = pair.custom_generate
-        with pytest.raises(ValueError, match=mode) as error:
+        with raises_one_line(mode):
             greedy_reference(pair.model, prompt(5), new=4, **options)
-        assert str(error.value).isprintable()
     with pytest.raises(ValueError, match="a model other than its target"):
         tiny_target().generate(prompt(5), custom_generate=pair.custom_generate)
 

@@ -6,11 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub.constants
 import pytest
 import torch
 from eagle3_heads import target_model, untrained_eagle3
-from pairs import VOCAB_SIZE, aligned_pair, greedy_reference, prompt, tiny_target, untrained_head
+from pairs import (
+    VOCAB_SIZE,
+    aligned_pair,
+    greedy_reference,
+    prompt,
+    raises_one_line,
+    untrained_head,
+)
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -25,12 +31,6 @@ from eagle_fsd.model.drafters.loading import load_drafter
 from eagle_fsd.model.eagle3_checkpoint import save_eagle3
 from eagle_fsd.model.identity import differs
 from eagle_fsd.model.target import Target
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look up names that are not folders in the local cache only."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture(scope="module")
@@ -97,13 +97,8 @@ def test_folder_without_a_usable_drafter_is_rejected(
 
 def assert_rejected(name: Path | str, message: str, model: PreTrainedModel) -> None:
     """Loading raises an error of one line."""
-    with pytest.raises(CheckpointError, match=message) as error:
+    with raises_one_line(message, CheckpointError):
         load_drafter(name, Target(model))
-    assert str(error.value).isprintable()
-
-
-def draft_model(seed: int) -> DraftModel:
-    return DraftModel(tiny_target(seed=seed, num_hidden_layers=1))
 
 
 def test_recorded_fingerprints_of_the_bundled_pair_are_valid() -> None:

@@ -246,17 +246,6 @@ def test_both_verifications_have_the_law_of_their_algorithm_and_are_lossless(
         assert _mean_kept(laws[True]) > _mean_kept(laws[False])
 
 
-def test_blocks_never_keep_fewer_tokens_on_average() -> None:
-    """100 random pairs at various distances, enumerated, with and without top-k."""
-    for seed in range(100):
-        target, draft = _logits(seed, noise=(0.1, 0.5, 1.0, 3.0)[seed % 4])
-        p, q = (_probs(table, 1.0, top_k=seed % 3) for table in (target, draft))
-        block = _enumerate(q, lambda chain, p=p, q=q: _as_block(p, q, chain))
-        tokens = _enumerate(q, lambda chain, p=p, q=q: _token_by_token(p, q, chain))
-        assert _distance(_completed(block, p), _target_law(p)) < 1e-12
-        assert _mean_kept(block) >= _mean_kept(tokens) - 1e-12
-
-
 def _verify_chain(
     verify_chain: VerifyChain, log_p: Tensor, log_q: Tensor, drafted: Tensor, generator: Generator
 ) -> Tensor:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from pairs import (
-    NEEDS_COMPILER,
     NEW_TOKENS,
     aligned_pair,
     batch,
     greedy_reference,
     prompt,
+    raises_one_line,
     reference,
     small_tree,
     tiny_target,
@@ -95,9 +95,8 @@ def test_adapter_outside_the_model_raises_one_line() -> None:
         model = get_peft_model(tiny_target(), config)
         for target in (model, torch.compile(model)):
             message = f"^the {method} adapter 'default' is not"
-            with pytest.raises(ValueError, match=message) as error:
+            with raises_one_line(message):
                 EagleFSD(target, untrained_head(tiny_target()))
-            assert str(error.value).isprintable()
 
 
 @pytest.fixture
@@ -117,14 +116,11 @@ def test_compiled_module_is_unwrapped() -> None:
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize(
-    "backend", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, NEEDS_COMPILER])]
-)
-def test_model_compiled_in_place_decodes_like_the_original(backend: str) -> None:
+def test_model_compiled_in_place_decodes_like_the_original() -> None:
     model, ids = tiny_target(num_hidden_layers=1), prompt(6, 3)
     expected = greedy_reference(model, ids, new=8)
     head = untrained_head(model)
-    model.compile(backend=backend)
+    model.compile(backend="eager")
     pair = EagleFSD(model, head, small_tree())
     assert torch.equal(pair.generate(ids, max_new_tokens=8).sequences, expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
