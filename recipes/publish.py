@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from eagle_fsd.cli.console import progress
+from eagle_fsd.cli.train import TrainingProgress
 from eagle_fsd.model.config import SETTINGS_FILE, TargetOptions
 from eagle_fsd.train.config import TrainConfig, TrainRequest
 from eagle_fsd.train.heads import load_for_training, save_trained
@@ -21,14 +22,13 @@ from eagle_fsd.train.run import train
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.provenance import describe_environment
 
-log = logging.getLogger(__name__)
-
 
 def train_and_save(
     request: TrainRequest, config: TrainConfig, out: Path, dtype: torch.dtype = torch.float16
 ) -> None:
     """Train a head, and save it in half precision, without settings for an earlier one."""
-    train(request, config, on_metrics=lambda metrics: log.info("%s", metrics))
+    with TrainingProgress() as on_metrics:
+        train(request, config, progress=progress, on_metrics=on_metrics)
     loaded = LoadedTarget.load(TargetOptions(target=request.target, dtype="float32"))
     head = load_for_training(request.out, config.head_type, loaded.target)
     save_trained(head, out, dtype)

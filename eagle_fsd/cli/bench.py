@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from eagle_fsd.cli.console import print_json, print_report, progress
+from eagle_fsd.cli.console import print_report, progress
 from eagle_fsd.cli.evaluate import Questions, RequestOptions
 from eagle_fsd.cli.options import (
     Json,
@@ -53,9 +53,6 @@ def bench(
         def show(report: dict[str, Any]) -> None:
             if output is not None and is_first:
                 atomic_write(output, json.dumps(report, indent=2) + "\n")
-            if as_json:
-                print_json(report)
-            else:
-                print_report(report, request.out)
+            print_report(report, request.out, as_json)
 
         run(own, config, grid, settings=settings, progress=progress, on_report=show)

@@ -9,6 +9,7 @@ from cyclopts import Parameter
 from eagle_fsd.cli.console import err, out, print_json, print_table, progress
 from eagle_fsd.cli.evaluate import Questions, RequestOptions
 from eagle_fsd.cli.options import (
+    Install,
     Json,
     OtherAcceptanceOptions,
     SettingsFile,
@@ -46,9 +47,7 @@ def calibrate(
             help="Choose among acceptance rules from the literature, too.", negative_bool="no-"
         ),
     ] = True,
-    install: Annotated[
-        bool, Parameter(help="Write fsd.json beside the drafter, where every command reads it.")
-    ] = False,
+    install: Install = False,
     as_json: Json = False,
     grid: Annotated[CalibrationGrid, options("Grid")] = CalibrationGrid(),
     request: RequestOptions = EvaluationRequest(),

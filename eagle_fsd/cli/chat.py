@@ -7,7 +7,14 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from eagle_fsd.chat.config import AnswerOptions
-from eagle_fsd.cli.options import AcceptanceOptions, Pair, PairArguments, TreeOptions, load_chat
+from eagle_fsd.cli.options import (
+    AcceptanceOptions,
+    Pair,
+    PairArguments,
+    ShowOrigins,
+    TreeOptions,
+    load_chat,
+)
 from eagle_fsd.cli.parsing import options
 from eagle_fsd.cli.processes import check_single_process
 from eagle_fsd.cli.serve import BUNDLED_NAME
@@ -22,9 +29,7 @@ def chat(
         Literal["simple", "rich", "programmatic"], Parameter(help="FastChat's terminal style.")
     ] = "simple",
     system: Annotated[str | None, Parameter(help="System message.")] = None,
-    show_origins: Annotated[
-        bool, Parameter(help="Color exact, fuzzy and target tokens differently.")
-    ] = False,
+    show_origins: ShowOrigins = False,
     history: Annotated[
         bool, Parameter(help="Include earlier turns in the prompt.", negative_bool="no-")
     ] = True,

@@ -47,11 +47,14 @@ def print_table(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
     Console(width=width, highlight=False, markup=False).print(table)
 
 
-def print_report(report: dict[str, Any], where: str | Path | None = None) -> None:
+def print_report(report: dict[str, Any], where: Path | None, as_json: bool) -> None:
     """Print an evaluation's tables, conclusions or verdict, and footnote, and name its folder."""
     from eagle_fsd.evaluation.tables import footnote, tables
     from eagle_fsd.evaluation.verdict import verdict
 
+    if as_json:
+        print_json(report)
+        return
     for headers, cells in tables(report):
         print_table(headers, cells)
         out.print()
@@ -59,8 +62,7 @@ def print_report(report: dict[str, Any], where: str | Path | None = None) -> Non
         out.print(sentence, soft_wrap=True)
     out.print(footnote(report), style="dim", soft_wrap=True)
     if where is not None:
-        page = Path(where) / "report.html"
-        err.print(f"The report is {page}.", style="dim", soft_wrap=True)
+        err.print(f"The report is {where / 'report.html'}.", style="dim", soft_wrap=True)
 
 
 class ProgressBar:

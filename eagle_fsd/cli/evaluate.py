@@ -66,12 +66,8 @@ def evaluate(
     settings = given_settings(file.settings, tree, acceptance)
 
     def show(report: dict[str, Any]) -> None:
-        if as_json:
-            print_json(report)
-        else:
-            print_report(
-                report, request.output_folder("servers" if servers.servers else "evaluate")
-            )
+        folder = request.output_folder("servers" if servers.servers else "evaluate")
+        print_report(report, folder, as_json)
 
     if servers.servers:
         from eagle_fsd.evaluation.servers import evaluate_servers
@@ -84,14 +80,7 @@ def evaluate(
     from eagle_fsd.evaluation import evaluate as run
 
     with joined_evaluation(request, "evaluate") as (own, _):
-        run(
-            own,
-            config,
-            methods,
-            settings=settings,
-            progress=progress,
-            on_report=show,
-        )
+        run(own, config, methods, settings=settings, progress=progress, on_report=show)
 
 
 def print_formats(as_json: bool) -> None:

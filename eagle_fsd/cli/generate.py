@@ -15,6 +15,7 @@ from eagle_fsd.cli.options import (
     Json,
     Pair,
     PairArguments,
+    ShowOrigins,
     TreeOptions,
     load_pair,
 )
@@ -57,9 +58,7 @@ def generate(
     stdin: Annotated[bool, Parameter(name="-", show=False)] = False,
     plain: Annotated[bool, Parameter(help="Decode without the drafter.")] = False,
     raw: Annotated[bool, Parameter(help="Continue the prompt; apply no chat template.")] = False,
-    show_origins: Annotated[
-        bool, Parameter(help="Color exact, fuzzy and target tokens differently.")
-    ] = False,
+    show_origins: ShowOrigins = False,
     speedup: Annotated[
         bool, Parameter(help="Decode once more without the drafter, and print the speed-up.")
     ] = False,

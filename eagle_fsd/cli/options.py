@@ -52,6 +52,10 @@ class Server(Options):
 
 #: Flag to print JSON instead of text.
 Json = Annotated[bool, Parameter(name="--json", help="Print JSON.")]
+Install = Annotated[
+    bool, Parameter(help="Write fsd.json beside the drafter, where every command reads it.")
+]
+ShowOrigins = Annotated[bool, Parameter(help="Color exact, fuzzy and target tokens differently.")]
 PairArguments = Annotated[Pair, options("Model")]
 SettingsOptions = Annotated[SettingsFile, options("Model")]
 TreeOptions = Annotated[

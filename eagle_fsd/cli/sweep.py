@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from eagle_fsd.cli.console import print_json, print_report, progress
+from eagle_fsd.cli.console import print_report, progress
 from eagle_fsd.cli.evaluate import Questions, RequestOptions
 from eagle_fsd.cli.options import (
     Json,
@@ -44,10 +44,7 @@ def sweep(
     request = request.model_copy(update={"questions": questions})
 
     def show(report: dict[str, Any]) -> None:
-        if as_json:
-            print_json(report)
-        else:
-            print_report(report, request.output_folder("sweep"))
+        print_report(report, request.output_folder("sweep"), as_json)
 
     settings = given_settings(file.settings, TreeConfig(), acceptance)
     with joined_evaluation(request, "sweep") as (own, _):

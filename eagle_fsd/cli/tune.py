@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
-
 from eagle_fsd.cli.console import err, out, print_json, print_table, progress
 from eagle_fsd.cli.evaluate import Questions
 from eagle_fsd.cli.options import (
     AcceptanceOptions,
+    Install,
     Json,
     SettingsFile,
     SettingsOptions,
@@ -34,9 +33,7 @@ def tune(
     questions: Questions = "bundled",
     /,
     *,
-    install: Annotated[
-        bool, Parameter(help="Write fsd.json beside the drafter, where every command reads it.")
-    ] = False,
+    install: Install = False,
     as_json: Json = False,
     request: Annotated[
         EvaluationRequest, options("Evaluation", exclude=UNUSED)

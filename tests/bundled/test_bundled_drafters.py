@@ -120,13 +120,15 @@ def test_greedy_output_is_the_target_s_and_tau_the_card_s(eagle3: EagleFSD) -> N
 
 @pytest.mark.slow
 def test_recipe_stores_features_and_trains_on_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """It shows the progress of the training."""
     reset_accelerator_state()
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setattr(bundled, "HEAD_CHATS", 12)
     monkeypatch.setattr(bundled, "EAGLE3_CONFIG", EAGLE3_CONFIG.updated(max_steps=2))
     bundled.train_eagle3(BUNDLED_TARGET, tmp_path, tmp_path / "out")
+    assert "step 2 of 2" in capsys.readouterr().err
     assert read_record(tmp_path / "out")["steps"] == 2
     trained, shipped = (
         load_file(folder / "model.safetensors") for folder in (tmp_path / "out", BUNDLED_EAGLE3)
@@ -155,7 +157,7 @@ def test_greedy_output_is_the_target_s(draft_model: EagleFSD) -> None:
 
 def test_most_sampled_tokens_are_accepted(draft_model: EagleFSD) -> None:
     """As a block, token by token, and by FSD. Measured: 6.0, 6.0 and 6.2 of 7 tokens per step."""
-    ids, mask = (item[:8] for item in prompts(draft_model, seed=4))
+    ids, mask = (item[:4] for item in prompts(draft_model, seed=4))
     for rule in (ExactRule(), FuzzyRule(0.0), FuzzyRule(0.1)):
         out = draft_model.generate(ids, mask, max_new_tokens=64, temperature=1.0, seed=1, rule=rule)
         assert out.stats.tau > 5

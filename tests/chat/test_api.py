@@ -166,20 +166,25 @@ def test_parameters_and_their_defaults(backend: StandIn) -> None:
 
 
 def test_messages_of_all_roles_and_forms(backend: StandIn) -> None:
+    """Parameters without effect are accepted."""
+    ignored = {"metadata": {"a": "b"}, "store": True, "service_tier": "flex", "user": "me"}
+    ignored |= {"safety_identifier": "x", "prompt_cache_key": "y"}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b\x01"}]
     messages = [
         {"role": "user", "content": parts},
         {"role": "system", "content": "one"},
         {"role": "assistant", "content": "c", "refusal": None, "tool_calls": [], "annotations": []},
         {"role": "developer", "content": "two"},
-        {"role": "user", "content": ""},
+        {"role": "user", "content": "", "name": "Mia"},
+        {"role": "assistant", "content": None, "reasoning_content": "I think."},
     ]
-    assert backend.call(CHAT, {**CHAT_BODY, "messages": messages}).status_code == 200
+    assert backend.call(CHAT, {**CHAT_BODY, **ignored, "messages": messages}).status_code == 200
     assert backend.received[0]["messages"] == [
         {"role": "system", "content": "one\n\ntwo"},
         {"role": "user", "content": "a\nb\x01"},
         {"role": "assistant", "content": "c"},
-        {"role": "user", "content": ""},
+        {"role": "user", "content": "", "name": "Mia"},
+        {"role": "assistant", "content": "", "reasoning_content": "I think."},
     ]
 
 

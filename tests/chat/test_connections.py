@@ -85,7 +85,7 @@ def test_longest_waiting_connection_makes_room(port: int, monkeypatch: pytest.Mo
         assert reply.json() == {"path": "/x"}
         closed = []
         for item in sockets:
-            item.settimeout(0.05)
+            item.settimeout(0.02)
             try:
                 closed.append(item.recv(1) == b"")
             except TimeoutError:

@@ -95,28 +95,6 @@ def run(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     return asyncio.run(asyncio.wait_for(work(), 120))
 
 
-def test_answers_are_those_of_generate(
-    model: EagleFSD, queue: DecodeQueue, recorder: Recorder
-) -> None:
-    async def work() -> list[JobUpdate]:
-        return await collect(queue.submit(request(model)))
-
-    updates = run(work)
-    last = updates[-1]
-    assert joined(updates) == reference(model)
-    assert last.finish_reason == "stop"
-    assert all(update.finish_reason is None for update in updates[:-1])
-    assert last.usage["completion_tokens"] == sum(len(update.pieces) for update in updates)
-    assert last.usage["total_tokens"] == sum(
-        last.usage[key] for key in ("prompt_tokens", "completion_tokens")
-    )
-    assert last.stats["fuzzy_tokens"] == 0
-    assert last.stats["tau"] > 2
-    assert len(queue) == 0
-    assert (recorder.started, recorder.finished) == (1, ["ended"])
-    assert sum(recorder.tokens) == last.usage["completion_tokens"]
-
-
 async def answer_at_once(
     queue: DecodeQueue, *requests: AnswerRequest
 ) -> tuple[list[str], list[int]]:

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 import torch
-from api_servers import ENDLESS, EXACT, HELLO, NAME, QUESTION, TIMEOUT, APIThread, seconds_until
+from api_servers import ENDLESS, EXACT, HELLO, NAME, QUESTION, APIThread
 from prompts import reference, tokenize
 
 import eagle_fsd
@@ -56,29 +56,6 @@ def test_streamed_chat(model: EagleFSD, client: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens > 10
     assert chunks[-1].usage.tau > 2
     assert all(chunk.usage is None for chunk in ask(client, stream=True))
-
-
-def test_turns_content_parts_and_system_messages(model: EagleFSD, client: openai.OpenAI) -> None:
-    """Parameters without effect are accepted."""
-    ignored = {"metadata": {"a": "b"}, "store": True, "service_tier": "flex", "user": "me"}
-    ignored |= {"safety_identifier": "x", "prompt_cache_key": "y"}
-    parts = [{"type": "text", "text": QUESTION[:30]}, {"type": "text", "text": QUESTION[30:]}]
-    messages: Any = [
-        {"role": "developer", "content": "Be good."},
-        {**HELLO[0], "name": "Mia"},
-        {"role": "assistant", "content": None, "reasoning_content": "I think."},
-        {"role": "user", "content": parts},
-    ]
-    response = ask(client, messages, extra_body={**EXACT, **ignored})
-    assert response.choices[0].message.content == expected(
-        model,
-        [
-            {"role": "system", "content": "Be good."},
-            *HELLO,
-            {"role": "assistant", "content": ""},
-            {"role": "user", "content": f"{QUESTION[:30]}\n{QUESTION[30:]}"},
-        ],
-    )
 
 
 def test_completions_and_stop_strings(model: EagleFSD, client: openai.OpenAI) -> None:
@@ -194,12 +171,6 @@ def test_sampling_options_take_effect(model: EagleFSD, client: openai.OpenAI) ->
         return ids
 
     greedy = tokens()
-    assert len(greedy) < 70
-    assert len(tokens(ignore_eos=True)) == 80
-    assert len(tokens(min_tokens=75)) >= 75
-    (stop, *_) = encode(greedy[2])
-    assert tokens(stop_token_ids=[stop]) == greedy[:3]
-    assert tokens(repetition_penalty=5.0, ignore_eos=True) != tokens(ignore_eos=True)
     ids = [str(id_) for word in greedy[:3] for id_ in encode(word)]
     lossy = {"threshold": 0.4, "min_ratio": 0.0}
     banned = tokens(16, logit_bias=dict.fromkeys(ids, -100), fsd=lossy)
@@ -282,16 +253,3 @@ def test_answers_stream_while_texts_are_embedded(server: APIThread, client: open
     assert embedded.usage.prompt_tokens > 8
     lists = client.embeddings.create(model=NAME, input="Hello!", encoding_format="float")
     assert lists.data[0].embedding == pytest.approx(vectors[0].tolist(), abs=1e-6)
-
-
-def test_disconnects_cancel_requests(server: APIThread, client: openai.OpenAI) -> None:
-    endless = {**ENDLESS, "max_tokens": 1900}
-    with ask(client, stream=True, **endless) as stream:
-        next(iter(stream))
-        assert server.queue_length() == 1
-        next(iter(stream))
-    impatient = client.with_options(timeout=0.3)
-    with pytest.raises(openai.APITimeoutError):
-        ask(impatient, n=16, **endless)
-    assert seconds_until(lambda: server.queue_length() == 0) < TIMEOUT
-    assert ask(client).choices[0].finish_reason == "stop"

@@ -103,8 +103,8 @@ def test_conversation_template_survives_fastchats_server(
 ECHOED = "Mia<|end|> has \U0001f600 8 apples"
 
 
-def test_echoed_prompt_has_the_targets_logprobs(model: EagleFSD, client: TestClient) -> None:
-    """The prompt's columns come first; the values are those of one pass over the whole text."""
+def test_echoed_prompt_has_logprobs(model: EagleFSD, client: TestClient) -> None:
+    """The prompt's columns come first, streamed or not; the values are those of one pass."""
     ids = model.tokenizer(ECHOED).input_ids
     as_ids = {"prompt": None, "prompt_token_ids": ids}
     decoded = model.tokenizer.decode(ids, skip_special_tokens=True)
@@ -119,26 +119,20 @@ def test_echoed_prompt_has_the_targets_logprobs(model: EagleFSD, client: TestCli
         assert outputs[0]["text"] == echoed
         assert len(outputs[0]["logprobs"]["tokens"]) == len(ids)
         columns = whole["logprobs"]
-        for name in ("tokens", "text_offset"):
+        for name, values in columns.items():
             streamed = [value for output in outputs for value in output["logprobs"][name]]
-            assert columns[name] == streamed
-            assert len(streamed) == len(ids) + new
+            assert len(values) == len(streamed) == len(ids) + new
+            assert values == streamed or name.endswith("logprobs")
         usage = {"prompt_tokens": len(ids), "completion_tokens": new}
         assert whole["usage"] == {**usage, "total_tokens": len(ids) + new}
         assert whole["finish_reason"] == "length"
         assert sum(whole["fsd"][f"{origin}_tokens"] for origin in ORIGINS) == new
         assert len(outputs) == 1 or outputs[0]["finish_reason"] is None
-        sequence = torch.tensor([ids])
-        if new:
-            options: Any = {"max_new_tokens": new, "threshold": 0.0, "eos_token_id": []}
-            sequence = model.generate(sequence, **options).sequences
         with torch.no_grad():
-            log_probs = model.model(sequence).logits[0, :-1].log_softmax(-1)
-        own = log_probs.gather(1, sequence[0, 1:, None])[:, 0]
+            log_probs = model.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        own = log_probs.gather(1, torch.tensor(ids)[1:, None])[:, 0].tolist()
         assert columns["token_logprobs"][0] is columns["top_logprobs"][0] is None
-        assert columns["token_logprobs"][1:] == pytest.approx(own.tolist(), abs=1e-4)
-        largest = [max(found.values()) for found in columns["top_logprobs"][1:]]
-        assert largest == pytest.approx(log_probs.max(1).values.tolist(), abs=1e-4)
+        assert columns["token_logprobs"][1 : len(ids)] == pytest.approx(own, abs=1e-4)
         offsets = columns["text_offset"]
         assert offsets[0] == 0
         assert offsets == sorted(offsets)

@@ -8,17 +8,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import pytest
 from annotated_types import Ge, Gt, Le
 from cyclopts import App
-from pydantic import Field
 
 from eagle_fsd.cli.app import app
-from eagle_fsd.cli.parsing import Command, _fields, options, root_command
-from eagle_fsd.model.config import TreeConfig
+from eagle_fsd.cli.parsing import _fields
 from eagle_fsd.utils.options import Options, describe_bounds, describe_field
 
 Run = Callable[..., tuple[int, str, str]]
@@ -40,68 +37,17 @@ def find_command(names: tuple[str, ...]) -> App:
     return command
 
 
-class Values(Options):
-    """Options of every kind."""
-
-    number: int = Field(3, ge=1, le=9, description="A number.")
-    ratio: float | None = Field(None, gt=0.0, description="A ratio.")
-    names: tuple[str, ...] = Field((), description="Names.")
-    kind: Literal["red", "blue"] = Field("red", description="A kind.")
-    flag: bool = Field(False, description="A flag.")
-    path: Path | None = Field(None, description="A path.")
-
-
-@pytest.fixture
-def received() -> list[Any]:
-    return []
-
-
-@pytest.fixture
-def command(received: list[Any]) -> Command:
-    """A program with one command, which stores the options it receives."""
-    program = root_command("program", "A program.", "1")
-
-    def work(
-        *,
-        values: Annotated[Values, options("Server")] = Values(),  # noqa: B008
-        tree: Annotated[TreeConfig, options("Draft tree", exclude=["depth"])] = TreeConfig(),  # noqa: B008
-    ) -> None:
-        """Do something."""
-        received.extend((values, tree))
-
-    # The annotations of a nested function are strings that cyclopts cannot resolve.
-    work.__annotations__ = {
-        "values": Annotated[Values, options("Server")],
-        "tree": Annotated[TreeConfig, options("Draft tree", exclude=["depth"])],
-    }
-    program.add(work)
-    return program
-
-
-def test_options_are_parsed_to_models(command: Command, received: list[Any]) -> None:
+def test_options_are_parsed_to_models() -> None:
     """Fields that are not given stay unset, and the last of several values counts."""
-    command(["work", "--number", "5", "--number", "6", "--tree-top-k", "7"])
-    values, tree = received
-    assert (values.number, values.model_fields_set) == (6, {"number"})
-    assert (tree.top_k, tree.model_fields_set) == (7, {"top_k"})
+
+    def parse(*words: str) -> dict[str, Any]:
+        _, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
+        return bound.kwargs
+
+    tree = parse("generate", "x", "--depth", "5", "--depth", "6", "--tree-top-k", "7")["tree"]
+    assert tree.model_dump(exclude_unset=True) == {"depth": 6, "top_k": 7}
     for words in (["--name", "a", "b"], ["--name", "a", "--name", "b"], ["--name=a", "--name=b"]):
-        received.clear()
-        command(["work", *words])
-        assert received[0].names == ("a", "b")
-    with pytest.raises(Exception, match="Unknown option: --depth"):  # it is excluded
-        command(["work", "--depth", "3"])
-
-
-def test_help_shows_descriptions_bounds_and_defaults(
-    command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    command(["work", "--help"])
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "--number INT A number. An integer in [1, 9]. [default: 3]" in printed
-    assert "--ratio FLOAT A ratio. A number above 0." in printed
-    assert "--kind CHOICE A kind. [choices: red, blue] [default: red]" in printed
-    assert "--no-flag" not in printed
+        assert parse("serve", *words)["server"].names == ("a", "b")
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +86,14 @@ print(json.dumps(helps))
 
 def test_every_option_is_described(helps: dict[str, str]) -> None:
     """Once, with its bounds, and a default unless that depends on files or the device."""
+    texts = {name: " ".join(text.replace("│", " ").split()) for name, text in helps.items()}
+    port = "Port to listen on. An integer in [1, 65535]. [default: 8000]"
+    assert f"--port INT {port}" in texts["serve"]
+    assert "--no-web" not in texts["serve"]
+    style = "[choices: simple, rich, programmatic] [default: simple]"
+    assert f"--style CHOICE FastChat's terminal style. {style}" in texts["chat"]
     for names in COMMANDS:
-        text = " ".join(helps[" ".join(names)].replace("│", " ").split())
+        text = texts[" ".join(names)]
         assert "Args:" not in text, names
         for model, field, argument in _fields(find_command(names).assemble_argument_collection()):
             description = model.model_fields[field].description

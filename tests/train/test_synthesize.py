@@ -119,14 +119,21 @@ def test_sieve_decides_in_the_order_of_chats() -> None:
 
 
 def test_result_depends_on_neither_batch_nor_interruption(tmp_path: Path) -> None:
-    """In float32; and a larger count continues."""
-    out, options = tmp_path / "chats.jsonl", {"dtype": "float32", "turns": 2, "seed": 3}
+    """In float32; and a larger count continues. System prompts and prefixes take turns."""
+    systems = ("Be brief.", "Be kind.")
+    options: dict[str, Any] = {"dtype": "float32", "turns": 2, "seed": 3, "system": systems}
+    out = tmp_path / "chats.jsonl"
     lines = write(out, batch_size=3, **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == [out.name, f"{out.name}.meta.json"]
     for line in lines:
-        roles = [message["role"] for message in line["messages"]]
+        index, (system, *messages) = line["index"], line["messages"]
+        assert system == {"role": "system", "content": systems[index % 2]}
+        roles = [message["role"] for message in messages]
         assert roles in (["user", "assistant"], ["user", "assistant"] * 2)
-        assert all(message["content"].strip() for message in line["messages"])
+        assert all(message["content"].strip() for message in messages)
+        prefix = PREFIXES[index // 2 % len(PREFIXES)]
+        assert messages[0]["content"].startswith(prefix)
+        assert messages[0]["content"] != prefix
         assert "<|" not in json.dumps(line)
     other = tmp_path / "other.jsonl"
     shutil.copy(f"{out}.meta.json", f"{other}.meta.json")
@@ -136,16 +143,6 @@ def test_result_depends_on_neither_batch_nor_interruption(tmp_path: Path) -> Non
     assert write(other, batch_size=8, count=5, **options)[:4] == lines
     with pytest.raises(ValueError, match="was written from other chats or options"):
         write(out, **{**options, "seed": 4})
-
-
-def test_systems_and_prefixes_take_turns(tmp_path: Path) -> None:
-    systems = ("Be brief.", "Be kind.")
-    lines = write(tmp_path / "chats.jsonl", 4, system=systems)
-    for line in lines:
-        index, (system, user, _) = line["index"], line["messages"]
-        assert system == {"role": "system", "content": systems[index % 2]}
-        assert user["content"].startswith(PREFIXES[index // 2 % len(PREFIXES)])
-        assert user["content"] not in PREFIXES
 
 
 def test_unusable_chats_end_the_run(tmp_path: Path, run: Callable[..., tuple]) -> None:

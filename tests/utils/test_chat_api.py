@@ -12,12 +12,6 @@ from eagle_fsd.utils.chat_api import map_concurrently
 TIMEOUT = 100
 
 
-def test_every_item_is_returned_with_its_result() -> None:
-    results = list(map_concurrently(lambda item: item * item, range(50), 4))
-    assert sorted(results) == [(item, item * item) for item in range(50)]
-    assert list(map_concurrently(str, [], 4)) == []
-
-
 def test_items_are_requested_when_a_thread_is_free() -> None:
     """So that the caller can stop them, and never by two threads at once."""
     requested: list[int] = []

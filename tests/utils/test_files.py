@@ -45,12 +45,6 @@ def test_atomic_path_keeps_the_old_file_on_failure(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_atomic_path_requires_the_file_to_be_written(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), atomic_path(tmp_path / "file.txt"):
-        pass
-    assert not list(tmp_path.iterdir())
-
-
 def test_files_have_the_permissions_of_new_files(tmp_path: Path) -> None:
     """Also if a library creates the file with others."""
     for mask in (0o022, 0o077):

@@ -23,13 +23,6 @@ def test_signal_requests_a_stop_and_handlers_are_restored(number: signal.Signals
     assert signal.getsignal(number) is before
 
 
-def test_handlers_are_restored_after_an_exception() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(RuntimeError, match="inside"), StopSignals():
-        raise RuntimeError("inside")
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
 def test_outside_the_main_thread_handlers_are_left_alone() -> None:
     before = signal.getsignal(signal.SIGINT)
     requested: list[bool] = []

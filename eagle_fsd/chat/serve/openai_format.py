@@ -633,20 +633,19 @@ def check_logprobs(params: Sequence[dict[str, Any]], default: int) -> None:
         )
 
 
+def base64_vector(vector: Sequence[float]) -> str:
+    """Return a vector as little-endian float32 in base64."""
+    return b64encode(np.asarray(vector, "<f4").tobytes()).decode()
+
+
 def embedding_response(
     request: EmbeddingRequest, vectors: Sequence[Sequence[float]], tokens: int
 ) -> dict[str, Any]:
-    """Return the response to a request for embeddings; base64 holds little-endian float32."""
-    base64 = request.encoding_format == "base64"
+    """Return the response to a request for embeddings."""
+    found = map(base64_vector, vectors) if request.encoding_format == "base64" else vectors
     data = [
-        {
-            "object": "embedding",
-            "index": index,
-            "embedding": b64encode(np.asarray(vector, "<f4").tobytes()).decode()
-            if base64
-            else vector,
-        }
-        for index, vector in enumerate(vectors)
+        {"object": "embedding", "index": index, "embedding": vector}
+        for index, vector in enumerate(found)
     ]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "data": data, "model": request.model, "usage": usage}

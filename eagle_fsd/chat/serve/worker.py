@@ -15,7 +15,6 @@ import os
 import secrets
 import sys
 import threading
-from base64 import b64encode
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -25,7 +24,6 @@ from urllib.parse import quote, urlsplit, urlunsplit
 os.environ.setdefault("FASTCHAT_WORKER_HEART_BEAT_INTERVAL", "5")
 
 import httpx
-import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
@@ -39,7 +37,7 @@ from eagle_fsd.chat.serve.asgi import ClosingStream, until_disconnected
 from eagle_fsd.chat.serve.connections import run_server
 from eagle_fsd.chat.serve.guard import ANYONE, Access, Guard
 from eagle_fsd.chat.serve.metrics import ServerMetrics
-from eagle_fsd.chat.serve.openai_format import completion_logprobs
+from eagle_fsd.chat.serve.openai_format import base64_vector, completion_logprobs
 from eagle_fsd.chat.wire_format import conversation_template, decode_chat
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.chat_templates import ChatTemplate
@@ -269,7 +267,7 @@ def worker_app(worker: FSDWorker) -> FastAPI:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         vectors: list[Any] = found[0]
         if params.get("encoding_format") == "base64":
-            vectors = [b64encode(np.asarray(item, "<f4").tobytes()).decode() for item in vectors]
+            vectors = list(map(base64_vector, vectors))
         return JSONResponse({"embedding": vectors, "token_num": found[1]})
 
     @app.post("/worker_get_status")
