@@ -29,10 +29,10 @@ from measurement import (
     save_report,
     synchronize,
     tree_name,
+    word_problems,
 )
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.bundled.problems import chat_messages, problems
 
 SIZES = (1, 2, 4, 8, 16, 32)
 MAX_NEW_TOKENS = 256
@@ -80,12 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         options.count, sizes, new_tokens = 4, (1, 3), 12
     model = EagleFSD.from_pretrained(dtype=options.dtype, device_map=options.device)
-    prompts: list[Any] = [
-        model.tokenizer.apply_chat_template(
-            chat_messages((problem.question, ""))[:-1], add_generation_prompt=True, return_dict=True
-        )["input_ids"]
-        for problem in problems("test", options.count + max(sizes))
-    ]
+    tasks = word_problems(model.tokenizer, options.count + max(sizes))
+    prompts: list[Any] = [task.ids for task in tasks]
     ways = contenders(model)
     runs: dict[tuple[int, str], Run] = {}
     for size, way in progress([(size, way) for size in sizes for way in ways], "answering"):

@@ -29,7 +29,7 @@ import summary
 import torch
 import training
 import vocabulary
-from measurement import EXACT, FSD, PLAIN, copy_bandwidth
+from measurement import EXACT, FSD, PLAIN, Task, copy_bandwidth
 
 from eagle_fsd import AcceptanceConfig
 from eagle_fsd.model.engine import Engine
@@ -341,7 +341,7 @@ def test_every_divergence_has_a_row_for_both_heads(quick: Quick) -> None:
 
 
 def test_search_finds_the_largest_threshold_within_the_limit() -> None:
-    tasks: list[drafters.Task] = [([], index) for index in range(100)]
+    tasks = [Task([], index) for index in range(100)]
 
     class Model(SimpleNamespace):
         """Answers every problem in fewer passes the larger the threshold, some of them wrongly."""
@@ -353,10 +353,7 @@ def test_search_finds_the_largest_threshold_within_the_limit() -> None:
                 tokens = f"#### {-1 if index < lost else index}".ljust(10)
                 yield SimpleNamespace(index=index, tokens=tokens, stats=stats)
 
-    tokenizer = SimpleNamespace(
-        apply_chat_template=lambda *_, **__: {"input_ids": [[]]}, decode=lambda text, **_: text
-    )
-    model: Any = Model(tokenizer=tokenizer)
+    model: Any = Model(tokenizer=SimpleNamespace(decode=lambda text, **_: text))
     exact = divergences.answer(model, tasks, AcceptanceConfig(), 8)
     assert exact is not None
     threshold, found = divergences.search(model, tasks, "kl", exact, 3, 20, 8)
