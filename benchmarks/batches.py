@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from measurement import (
-    COLORS,
     PLAIN,
     Contender,
     Table,
     contenders,
+    draw_lines,
     new_figure,
     new_parser,
     parse,
@@ -124,16 +124,11 @@ def _save(
     if options.compile:
         note += " Only the steps in which all places are taken are compiled."
     figure, (axis,) = new_figure()
-    for way, color in zip(ways, COLORS, strict=False):
-        speeds = {size: run.speed for (size, name), run in runs.items() if name == way.name}
-        axis.plot(list(speeds), list(speeds.values()), marker="o", color=color, label=way.name)
-    sizes = sorted({size for size, _ in runs})
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(sizes, sizes)
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel("prompts at once")
-    axis.set_ylabel("tokens/s")
-    axis.legend()
+    lines = {
+        way.name: {size: run.speed for (size, name), run in runs.items() if name == way.name}
+        for way in ways
+    }
+    draw_lines(axis, lines, "prompts at once", "tokens/s")
     table = Table("Many prompts at once", COLUMNS, rows, note)
     save_report(options, "batches", [table], figure, finished)
 

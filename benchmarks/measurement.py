@@ -669,6 +669,19 @@ def new_figure(columns: int = 1, rows: int = 1) -> tuple[Any, Any]:
     return figure, axes
 
 
+def draw_lines(axis: Any, lines: Mapping[str, Mapping[int, float]], x: str, y: str) -> None:
+    """Draw lines by name over a logarithmic axis; ``x`` and ``y`` are the labels of the axes."""
+    for (name, points), color in zip(lines.items(), COLORS, strict=False):
+        axis.plot(list(points), list(points.values()), "o-", color=color, label=name)
+    ticks = sorted({value for points in lines.values() for value in points})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, list(map(str, ticks)), minor=False)
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel(x)
+    axis.set_ylabel(y)
+    axis.legend(frameon=False)
+
+
 def draw_phases(axis: Any, labels: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
     """Draw the phases of steps as stacked bars, and their floors as lines.
 
