@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from measurement import (
-    COLORS,
     PLAIN,
     Contender,
     Table,
     contenders,
+    draw_lines,
     new_figure,
     new_parser,
     parse,
@@ -29,10 +29,10 @@ from measurement import (
     save_report,
     synchronize,
     tree_name,
+    word_problems,
 )
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.bundled.problems import chat_messages, problems
 
 SIZES = (1, 2, 4, 8, 16, 32)
 MAX_NEW_TOKENS = 256
@@ -80,12 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         options.count, sizes, new_tokens = 4, (1, 3), 12
     model = EagleFSD.from_pretrained(dtype=options.dtype, device_map=options.device)
-    prompts: list[Any] = [
-        model.tokenizer.apply_chat_template(
-            chat_messages((problem.question, ""))[:-1], add_generation_prompt=True, return_dict=True
-        )["input_ids"]
-        for problem in problems("test", options.count + max(sizes))
-    ]
+    tasks = word_problems(model.tokenizer, options.count + max(sizes))
+    prompts: list[Any] = [task.ids for task in tasks]
     ways = contenders(model)
     runs: dict[tuple[int, str], Run] = {}
     for size, way in progress([(size, way) for size in sizes for way in ways], "answering"):
@@ -128,16 +124,11 @@ def _save(
     if options.compile:
         note += " Only the steps in which all places are taken are compiled."
     figure, (axis,) = new_figure()
-    for way, color in zip(ways, COLORS, strict=False):
-        speeds = {size: run.speed for (size, name), run in runs.items() if name == way.name}
-        axis.plot(list(speeds), list(speeds.values()), marker="o", color=color, label=way.name)
-    sizes = sorted({size for size, _ in runs})
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(sizes, sizes)
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel("prompts at once")
-    axis.set_ylabel("tokens/s")
-    axis.legend()
+    lines = {
+        way.name: {size: run.speed for (size, name), run in runs.items() if name == way.name}
+        for way in ways
+    }
+    draw_lines(axis, lines, "prompts at once", "tokens/s")
     table = Table("Many prompts at once", COLUMNS, rows, note)
     save_report(options, "batches", [table], figure, finished)
 

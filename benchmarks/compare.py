@@ -25,13 +25,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
-import statistics
 import subprocess
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,31 +36,33 @@ from measurement import (
     COLORS,
     EXACT,
     Contender,
+    Method,
     Table,
+    answer_in_turn,
     contenders,
+    fastest,
     mean_ratio,
     new_figure,
     new_parser,
+    pair_method,
     parse,
     parse_tree,
-    progress,
     save_report,
-    synchronize,
+    timed,
     tree_name,
+    word_problems,
 )
 from revisions import Worker
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, TreeConfig
 from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_HEAD, BUNDLED_TARGET
-from eagle_fsd.bundled.problems import Problem, chat_messages, problems
 
 #: The method that speeds are relative to.
 GREEDY = "Hugging Face greedy"
 #: Numbers of drafted tokens to choose from.
-LOOKUP_TOKENS = (2, 4, 8)
-ASSISTANT_TOKENS = (2, 4, 8)
+DRAFTED_TOKENS = (2, 4, 8)
 #: Trees of exact verification to choose from, besides that of ``fsd.json``.
 EXACT_TREES = (TreeConfig(total_tokens=16, depth=8, top_k=2),)
 MAX_NEW_TOKENS = 256
@@ -92,44 +90,6 @@ COLUMNS = {
 }
 
 
-@dataclass
-class Method:
-    """A way to generate, and its results.
-
-    ``generate``: Takes a prompt ``[1, S]`` and returns the new tokens and the seconds.
-    ``seconds``: Seconds of each answer.
-    """
-
-    name: str
-    setting: str
-    generate: Callable[[Tensor], tuple[list[int], float]]
-    seconds: list[float] = field(default_factory=list)
-    answers: list[list[int]] = field(default_factory=list)
-
-    def answer(self, ids: Tensor) -> None:
-        """Answer a prompt, and note the time.
-
-        ``ids``: ``[1, S]``.
-        """
-        answer, seconds = self.generate(ids)
-        self.answers.append(answer)
-        self.seconds.append(seconds)
-
-    def forget(self) -> None:
-        """Discard the results."""
-        self.seconds, self.answers = [], []
-
-    @property
-    def speeds(self) -> list[float]:
-        """Tokens per second of each answer."""
-        return [len(new) / s for new, s in zip(self.answers, self.seconds, strict=True)]
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second over all answers."""
-        return sum(map(len, self.answers)) / sum(self.seconds)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table and save it."""
     parser = new_parser("Compare Hugging Face's ways to generate with this project's.")
@@ -155,18 +115,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         options.count, options.trial, new_tokens = 2, 1, 16
     model = EagleFSD.from_pretrained(dtype=options.dtype, device_map=options.device)
-    tasks = problems("test", options.trial + options.count)
+    tasks = word_problems(model.tokenizer, options.trial + options.count)
     candidates = [*hugging_face_methods(model, new_tokens), *own_methods(model, new_tokens)]
     if options.compile:
         candidates += own_methods(model, new_tokens, compiled=True)
     if options.quick:  # one setting of each method
         candidates = list({method.name: method for method in candidates}.values())
-    _answer_all(candidates, model, tasks[: options.trial], "selecting settings")
-    best: dict[str, Method] = {}
-    for method in candidates:
-        name = method.name
-        if name not in best or _mean_log(method.speeds) > _mean_log(best[name].speeds):
-            best[name] = method
+    answer_in_turn(candidates, tasks[: options.trial], "selecting settings")
+    best = fastest(candidates)
     methods, tasks = list(best.values()), tasks[options.trial :]
     groups: list[list[Method]] = []
     note = f"greedy, at most {new_tokens} new tokens, batch 1."
@@ -175,7 +131,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if answered < min(2, len(tasks)):  # an interval takes two answers
             return
         finished = answered == len(tasks)
-        rows = [summarize(method, best[GREEDY], model, tasks[:answered]) for method in methods]
+        rows = []
+        for method in methods:
+            speedup, interval = mean_ratio(method.speeds, best[GREEDY].speeds)
+            rows.append(
+                {
+                    "method": method.name,
+                    "setting": method.setting,
+                    "tokens_per_second": method.tokens_per_second,
+                    "speedup": speedup,
+                    "speedup_interval": interval,
+                    "identical": method.identical(best[GREEDY]),
+                    "accuracy": method.accuracy(tasks[:answered], model.tokenizer),
+                    "seconds": [answer.seconds for answer in method.answers],
+                }
+            )
         count = answered if finished else f"{answered} of {len(tasks)}"
         tables = [
             Table("Methods on the bundled target", COLUMNS, rows, f"{count} problems, {note}")
@@ -199,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             trees = options.tree or list(map(parse_tree, OFFICIAL_TREES))
             groups += official_groups(worker, model, trees, new_tokens, options.compile)
             methods += [method for group in groups for method in group]
-        _answer_all(methods, model, tasks, "answering", save)
+        answer_in_turn(methods, tasks, "answering", save)
 
 
 def _official_versions(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str | None:
@@ -252,69 +222,39 @@ def _save(options: argparse.Namespace, tables: list[Table], finished: bool) -> N
 
 def hugging_face_methods(model: EagleFSD, new_tokens: int) -> list[Method]:
     """Return greedy, prompt lookup and assisted generation, each with all its settings."""
-    target = model.model
-    methods = [Method(GREEDY, "", _hugging_face(target, new_tokens))]
-    for count in LOOKUP_TOKENS:
-        generate = _hugging_face(target, new_tokens, prompt_lookup_num_tokens=count)
-        methods.append(Method("Hugging Face prompt lookup", str(count), generate))
-    assistant = AutoModelForCausalLM.from_pretrained(BUNDLED_DRAFT_MODEL, dtype=target.dtype)
-    for count in ASSISTANT_TOKENS:
-        drafting = copy.copy(assistant.to(target.device).eval())
+    call: Any = model.model.generate
+
+    def method(name: str, setting: str, **options: Any) -> Method:
+        options = {"max_new_tokens": new_tokens, "do_sample": False, **options}
+
+        def generate(ids: Tensor) -> tuple[Tensor, int]:
+            return call(ids, attention_mask=torch.ones_like(ids), **options), 0
+
+        return Method(name, setting, timed(generate, model.target.device))
+
+    methods = [method(GREEDY, "")]
+    for count in DRAFTED_TOKENS:
+        name = "Hugging Face prompt lookup"
+        methods.append(method(name, str(count), prompt_lookup_num_tokens=count))
+    assistant = AutoModelForCausalLM.from_pretrained(BUNDLED_DRAFT_MODEL, dtype=model.target.dtype)
+    for count in DRAFTED_TOKENS:
+        drafting = copy.copy(assistant.to(model.target.device).eval())
         drafting.generation_config = copy.copy(assistant.generation_config)
         drafting.generation_config.num_assistant_tokens = count
         drafting.generation_config.num_assistant_tokens_schedule = "constant"
         drafting.generation_config.assistant_confidence_threshold = 0.0
-        generate = _hugging_face(target, new_tokens, assistant_model=drafting)
-        methods.append(Method("Hugging Face assisted", str(count), generate))
+        methods.append(method("Hugging Face assisted", str(count), assistant_model=drafting))
     return methods
-
-
-def _hugging_face(
-    target: PreTrainedModel, new_tokens: int, **options: Any
-) -> Callable[[Tensor], tuple[list[int], float]]:
-    call: Any = target.generate
-    options = {"max_new_tokens": new_tokens, "do_sample": False, **options}
-    return _timed(lambda ids: call(ids, attention_mask=torch.ones_like(ids), **options))
-
-
-def _timed(
-    generate: Callable[[Tensor], Tensor],
-) -> Callable[[Tensor], tuple[list[int], float]]:
-    """Wrap a function that returns ``[1, S + new]``."""
-
-    def timed(ids: Tensor) -> tuple[list[int], float]:
-        synchronize()
-        begin = time.perf_counter()
-        sequences = generate(ids)
-        synchronize()
-        seconds = time.perf_counter() - begin
-        return sequences[0, ids.shape[1] :].tolist(), seconds
-
-    return timed
 
 
 def own_methods(model: EagleFSD, new_tokens: int, compiled: bool = False) -> list[Method]:
     """Return plain decoding, exact verification with all its trees, and FSD."""
     methods = []
     for way in contenders(model):
-        trees = [way.tree, *(EXACT_TREES if way.name == EXACT else ())]
-        for tree in dict.fromkeys(trees):
-            methods.append(_own(way, tree, new_tokens, compiled))
+        name = f"{way.name}, compiled" if compiled else way.name
+        for tree in dict.fromkeys([way.tree, *(EXACT_TREES if way.name == EXACT else ())]):
+            methods.append(pair_method(name, way, tree, new_tokens, compiled))
     return methods
-
-
-def _own(way: Contender, tree: TreeConfig | None, new_tokens: int, compiled: bool) -> Method:
-    pair = copy.copy(way.model)
-    pair.compile = compiled
-    if tree is not None:
-        pair.tree = tree
-    options = way.options()
-
-    def generate(ids: Tensor) -> Tensor:
-        return pair.generate(ids, torch.ones_like(ids), new_tokens, **options).sequences
-
-    name = f"{way.name}, compiled" if compiled else way.name
-    return Method(name, "" if tree is None else tree_name(tree), _timed(generate))
 
 
 def official_groups(
@@ -326,45 +266,28 @@ def official_groups(
 ) -> list[list[Method]]:
     """Return, for each tree, the official code followed by this project's exact decoding."""
     exact = Contender(EXACT, model, AcceptanceConfig())
-    return [
-        [
-            Method(OFFICIAL, tree_name(tree), _official(worker, model, tree, new_tokens)),
-            *(
-                _own(exact, tree, new_tokens, compiled)
-                for compiled in (False, True)[: 1 + compiles]
-            ),
-        ]
-        for tree in trees
-    ]
-
-
-def _official(
-    worker: Worker, model: EagleFSD, tree: TreeConfig, new_tokens: int
-) -> Callable[[Tensor], tuple[list[int], float]]:
-    request = {
-        "target": str(BUNDLED_TARGET),
-        "head": str(BUNDLED_HEAD),
-        "dtype": str(model.target.dtype).removeprefix("torch."),
-        "tree": [tree.total_tokens, tree.depth, tree.top_k],
-        "options": {"max_new_tokens": new_tokens},
-    }
-
-    def generate(ids: Tensor) -> tuple[list[int], float]:
-        result = worker.answer({**request, "ids": ids[0].tolist()})
-        return result["tokens"], result["seconds"]
-
-    return generate
+    groups = []
+    for tree in trees:
+        request = {
+            "target": str(BUNDLED_TARGET),
+            "head": str(BUNDLED_HEAD),
+            "dtype": str(model.target.dtype).removeprefix("torch."),
+            "tree": [tree.total_tokens, tree.depth, tree.top_k],
+            "options": {"max_new_tokens": new_tokens},
+        }
+        group = [Method(OFFICIAL, tree_name(tree), worker.generate(request))]
+        group.append(pair_method(EXACT, exact, tree, new_tokens, False))
+        if compiles:
+            group.append(pair_method(f"{EXACT}, compiled", exact, tree, new_tokens, True))
+        groups.append(group)
+    return groups
 
 
 def compare_with_official(official: Method, *methods: Method) -> list[dict[str, Any]]:
-    """Compare methods with the official code at the same tree.
-
-    Returns A row of the table for each method. The ratio is the geometric mean over the problems.
-    """
+    """Return a row for each method at the same tree; the ratio is the geometric mean."""
     rows = []
     for method in methods:
         ratio, interval = mean_ratio(method.speeds, official.speeds)
-        same = [a == b for a, b in zip(method.answers, official.answers, strict=True)]
         rows.append(
             {
                 "method": f"{method.name} {method.setting}",
@@ -372,62 +295,10 @@ def compare_with_official(official: Method, *methods: Method) -> list[dict[str, 
                 "own": method.tokens_per_second,
                 "ratio": ratio,
                 "ratio_interval": interval,
-                "identical": 100 * statistics.fmean(same),
+                "identical": method.identical(official),
             }
         )
     return rows
-
-
-def _answer_all(
-    methods: Sequence[Method],
-    model: EagleFSD,
-    tasks: Sequence[Problem],
-    label: str,
-    after: Callable[[int], None] = lambda _: None,
-) -> None:
-    """Answer all problems, after one that is not counted, and report the number of answers."""
-    for index, task in enumerate(progress([tasks[0], *tasks], label)):
-        ids = model.tokenizer.apply_chat_template(
-            chat_messages((task.question, ""))[:-1],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )["input_ids"].to(model.target.device)
-        for method in methods:
-            if index < 2:
-                method.forget()
-            method.answer(ids)
-        after(index)
-
-
-def summarize(
-    method: Method, greedy: Method, model: EagleFSD, tasks: Sequence[Problem]
-) -> dict[str, Any]:
-    """Summarize a method's results.
-
-    Returns a row of the table. The speed is the geometric mean over the problems.
-    """
-    speedup, interval = mean_ratio(method.speeds, greedy.speeds)
-    texts = [model.tokenizer.decode(new, skip_special_tokens=True) for new in method.answers]
-    right = [
-        text.rpartition("####")[2].strip() == str(task.final)
-        for text, task in zip(texts, tasks, strict=True)
-    ]
-    same = [a == b for a, b in zip(method.answers, greedy.answers, strict=True)]
-    return {
-        "method": method.name,
-        "setting": method.setting,
-        "tokens_per_second": method.tokens_per_second,
-        "speedup": speedup,
-        "speedup_interval": interval,
-        "identical": 100 * statistics.fmean(same),
-        "accuracy": 100 * statistics.fmean(right),
-        "seconds": method.seconds,
-    }
-
-
-def _mean_log(values: Sequence[float]) -> float:
-    return statistics.fmean(map(math.log, values))
 
 
 if __name__ == "__main__":

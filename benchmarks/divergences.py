@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drafters import DRAFTERS, Task, task_sets
+import torch
+from drafters import DRAFTERS
 from measurement import (
     Table,
+    Task,
     mean_ratio,
     new_parser,
     parse,
@@ -26,6 +28,7 @@ from measurement import (
     progress,
     save_report,
     tree_name,
+    word_problems,
 )
 
 from eagle_fsd import AcceptanceConfig, EagleFSD
@@ -89,7 +92,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     new_tokens, bisections = 256, BISECTIONS
     if options.quick:
         options.count, new_tokens, bisections = 2, 12, 1
-    tasks = task_sets(options.count)["problems"]
     allowed = math.floor(options.limit / 100.0 * options.count)
     note = (
         f"{options.count} problems, greedy, at most {new_tokens} new tokens, no floor; T is the"
@@ -104,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             dtype=options.dtype,
             device_map=options.device,
         )
+        tasks = word_problems(model.tokenizer, options.count)
         exact = answer(model, tasks, AcceptanceConfig(), new_tokens)
         assert exact is not None
         found: dict[str, Answers] = {}
@@ -170,18 +173,13 @@ def answer(
     Returns None as soon as more than ``allowed`` answers more are lost than gained, compared with
     ``exact``.
     """
-    prompts = [
-        model.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )["input_ids"][0]
-        for messages, _ in tasks
-    ]
+    prompts = [torch.tensor(task.ids) for task in tasks]
     count = len(tasks)
     found = Answers([0] * count, [0] * count, [False] * count)
     lost, gained = 0, exact.right.count(False) if exact is not None else 0  # at best
     for item in model.generate_many(prompts, new_tokens, max_batch=BATCH, acceptance=acceptance):
         text = model.tokenizer.decode(item.tokens, skip_special_tokens=True)
-        right = text.rpartition("####")[2].strip() == str(tasks[item.index][1])
+        right = tasks[item.index].is_solved(text)
         found.tokens[item.index], found.steps[item.index] = len(item.tokens), item.stats.steps
         found.right[item.index] = right
         if exact is not None and not right:

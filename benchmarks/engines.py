@@ -18,10 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from measurement import EXACT, PLAIN, Table, new_parser, parse, progress, save_report
+from measurement import EXACT, PLAIN, Table, new_parser, parse, progress, save_report, word_problems
 
 from eagle_fsd.bundled import BUNDLED_EAGLE3, BUNDLED_HEAD, BUNDLED_TARGET
-from eagle_fsd.bundled.problems import chat_messages, problems
 from eagle_fsd.model.loading import load_tokenizer
 from eagle_fsd.train.config import ExportRequest
 from eagle_fsd.train.export import export_head
@@ -57,13 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=200, help="tokens per answer")
     options = parse(parser, arguments)
     count, concurrency = (2, [1, 2]) if options.quick else (options.count, [1, 16])
-    tokenizer = load_tokenizer(options.target)
-    prompts = [
-        tokenizer.apply_chat_template(
-            chat_messages((problem.question, ""))[:-1], add_generation_prompt=True, return_dict=True
-        )["input_ids"]
-        for problem in problems("test", count)
-    ]
+    prompts = [task.ids for task in word_problems(load_tokenizer(options.target), count)]
     table = Table("Rules in vLLM", COLUMNS, [])
     with tempfile.TemporaryDirectory() as folder:
         head = Path(folder, "head")

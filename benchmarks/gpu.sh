@@ -39,12 +39,11 @@ TORCHDYNAMO_DISABLE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 part tests 75 "${TESTS[@]
 part step 65 benchmarks/step.py "${LLAMA[@]}" --sampled "${COMMON[@]}"
 part step-compiled 145 benchmarks/step.py "${LLAMA[@]}" --compile "${COMMON[@]}"
 part shapes 80 benchmarks/shapes.py "${COMMON[@]}"
-part vocabulary 30 benchmarks/vocabulary.py "${COMMON[@]}"
+part operations 45 benchmarks/operations.py "${COMMON[@]}"
 part compare 40 benchmarks/compare.py --count 4 --trial 1 "${COMMON[@]}"
 part batches 40 benchmarks/batches.py --count 32 "${COMMON[@]}"
-part attention 15 benchmarks/attention.py "${COMMON[@]}"
 LEFT=$((LIMIT - SECONDS))
 # Starting takes some seconds, and so does the last point.
-part growth "$LEFT" benchmarks/growth.py --seconds "$((LEFT - 30))" "${COMMON[@]}"
+part growth "$LEFT" benchmarks/shapes.py --growth --seconds "$((LEFT - 30))" "${COMMON[@]}"
 echo "== finished after $SECONDS s"
 exit $FAILED

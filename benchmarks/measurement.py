@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, timed decoding steps, the floor of a step, and reports.
+"""What the benchmarks share: options, timed steps and answers, the floor of a step, and reports.
 
 Three ways to decode are compared: plain decoding, exact verification of draft trees, and FSD. Their
 calls advance in turn, a few steps at a time, so that changes of the machine's speed affect all of
@@ -18,7 +18,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, TreeConfig
+from eagle_fsd.bundled.problems import Message, chat_messages, problems
 from eagle_fsd.model.acceptance import rule_for
 from eagle_fsd.model.config import SamplingConfig
 from eagle_fsd.model.drafters.heads import DraftHead
@@ -332,6 +333,156 @@ def random_prompt(model: EagleFSD, rows: int, length: int) -> Tensor:
     return ids.to(model.target.device)
 
 
+# -- answers -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """The token ids of a prompt, and the right result."""
+
+    ids: list[int]
+    final: int
+
+    def is_solved(self, text: str) -> bool:
+        """Return whether an answer ends with the result."""
+        return text.rpartition("####")[2].strip() == str(self.final)
+
+
+def prompt_ids(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    """Encode a chat up to the answer."""
+    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    ids: list[int] = encoded["input_ids"]
+    return ids
+
+
+def word_problems(tokenizer: Any, count: int) -> list[Task]:
+    """Return the first unseen word problems of the bundled target."""
+    return [
+        Task(prompt_ids(tokenizer, chat_messages((item.question, ""))[:-1]), item.final)
+        for item in problems("test", count)
+    ]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The new tokens of an answer, the passes of the target (0: unknown), and the seconds."""
+
+    tokens: list[int]
+    passes: int
+    seconds: float
+
+
+@dataclass
+class Method:
+    """A way to answer prompts of token ids, and its answers."""
+
+    name: str
+    setting: str
+    generate: Callable[[list[int]], Answer]
+    answers: list[Answer] = field(default_factory=list)
+
+    @property
+    def speeds(self) -> list[float]:
+        """Tokens per second of each answer."""
+        return [len(answer.tokens) / answer.seconds for answer in self.answers]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all answers."""
+        return sum(len(answer.tokens) for answer in self.answers)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second over all answers."""
+        return self.tokens / sum(answer.seconds for answer in self.answers)
+
+    @property
+    def tau(self) -> float:
+        """Tokens per pass of the target."""
+        return self.tokens / sum(answer.passes for answer in self.answers)
+
+    def identical(self, other: Method) -> float:
+        """Return how many answers in 100 are those of another method."""
+        pairs = zip(self.answers, other.answers, strict=True)
+        return 100 * statistics.fmean(one.tokens == two.tokens for one, two in pairs)
+
+    def accuracy(self, tasks: Sequence[Task], tokenizer: Any) -> float:
+        """Return how many answers in 100 are right."""
+        pairs = zip(self.answers, tasks, strict=True)
+        return 100 * statistics.fmean(
+            task.is_solved(tokenizer.decode(answer.tokens, skip_special_tokens=True))
+            for answer, task in pairs
+        )
+
+
+def timed(
+    generate: Callable[[Tensor], tuple[Tensor, int]], device: torch.device
+) -> Callable[[list[int]], Answer]:
+    """Time a function from a prompt ``[1, S]`` to ``[1, S + new]`` and the passes of the target."""
+
+    def answer(ids: list[int]) -> Answer:
+        prompt = torch.tensor([ids], device=device)
+        synchronize()
+        begin = time.perf_counter()
+        sequences, passes = generate(prompt)
+        synchronize()
+        seconds = time.perf_counter() - begin
+        return Answer(sequences[0, len(ids) :].tolist(), passes, seconds)
+
+    return answer
+
+
+def pair_method(
+    name: str, contender: Contender, tree: TreeConfig | None, new_tokens: int, compiled: bool
+) -> Method:
+    """Return a contender as a method with a tree."""
+    pair, options = copy.copy(contender.model), contender.options()
+    pair.compile = compiled
+    if tree is not None:
+        pair.tree = tree
+
+    def generate(ids: Tensor) -> tuple[Tensor, int]:
+        out = pair.generate(ids, torch.ones_like(ids), new_tokens, **options)
+        return out.sequences, sum(map(len, out.stats.accepted))
+
+    setting = "" if tree is None else tree_name(tree)
+    return Method(name, setting, timed(generate, pair.target.device))
+
+
+def answer_in_turn(
+    methods: Sequence[Method],
+    tasks: Sequence[Task],
+    label: str,
+    after: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Do all tasks, after the first one once without counting it, and report their number."""
+    for index, task in enumerate(progress([tasks[0], *tasks], label)):
+        for method in methods:
+            answer = method.generate(task.ids)
+            method.answers = [answer] if index < 2 else [*method.answers, answer]
+        after(index)
+
+
+def fastest(methods: Iterable[Method]) -> dict[str, Method]:
+    """Return the method with the highest mean speed of each name."""
+    best: dict[str, tuple[float, Method]] = {}
+    for method in methods:
+        speed = statistics.geometric_mean(method.speeds)
+        if method.name not in best or speed > best[method.name][0]:
+            best[method.name] = speed, method
+    return {name: method for name, (_, method) in best.items()}
+
+
+def keep_best(functions: Mapping[str, Callable[[], object]], seconds: dict[str, float]) -> None:
+    """Run functions in turn, and keep the least seconds of each."""
+    for name, run in functions.items():
+        synchronize()
+        start = time.perf_counter()
+        run()
+        synchronize()
+        seconds[name] = min(seconds.get(name, math.inf), time.perf_counter() - start)
+
+
 # -- the floor ---------------------------------------------------------------------------------
 
 
@@ -369,7 +520,7 @@ def step_bytes(contender: Contender, context: int, rows: int = 1) -> int:
     projection = target.lm_head.weight
     weights = _weight_bytes(model.model, skip=target.embed.weight)
     if target.embed.weight is projection:  # tied: read as the output projection
-        weights += _size(projection)
+        weights += projection.nbytes
     total = weights + rows * context * _cache_bytes(target.config, target.dtype)
     if contender.tree is None:
         return total
@@ -384,11 +535,7 @@ def step_bytes(contender: Contender, context: int, rows: int = 1) -> int:
 
 
 def _weight_bytes(module: torch.nn.Module, skip: Tensor | None) -> int:
-    return sum(_size(weight) for weight in module.parameters() if weight is not skip)
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return sum(weight.nbytes for weight in module.parameters() if weight is not skip)
 
 
 def _cache_bytes(config: Any, dtype: torch.dtype, layers: int | None = None) -> int:
@@ -520,6 +667,19 @@ def new_figure(columns: int = 1, rows: int = 1) -> tuple[Any, Any]:
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     return figure, axes
+
+
+def draw_lines(axis: Any, lines: Mapping[str, Mapping[int, float]], x: str, y: str) -> None:
+    """Draw lines by name over a logarithmic axis; ``x`` and ``y`` are the labels of the axes."""
+    for (name, points), color in zip(lines.items(), COLORS, strict=False):
+        axis.plot(list(points), list(points.values()), "o-", color=color, label=name)
+    ticks = sorted({value for points in lines.values() for value in points})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, list(map(str, ticks)), minor=False)
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel(x)
+    axis.set_ylabel(y)
+    axis.legend(frameon=False)
 
 
 def draw_phases(axis: Any, labels: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:

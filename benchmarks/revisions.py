@@ -19,30 +19,32 @@ import io
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from measurement import (
+    Answer,
+    Method,
     Table,
+    Task,
+    answer_in_turn,
     mean_ratio,
     new_parser,
     parse,
     parse_tree,
-    progress,
     save_report,
     tree_name,
+    word_problems,
 )
 
 from eagle_fsd import TreeConfig
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
-from eagle_fsd.bundled.problems import chat_messages, problems
 from eagle_fsd.model.config import SETTINGS_FILE
 from eagle_fsd.model.loading import load_tokenizer
 
@@ -89,32 +91,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         *((f"exact {tree_name(tree)}", tree, {"threshold": 0.0}) for tree in trees),
         *((f"FSD {tree_name(tree)}", tree, FSD) for tree in map(parse_tree, CHAINS[:first])),
     ]
-    bundled = load_tokenizer(BUNDLED_TARGET)
-    prompts = [
-        bundled.apply_chat_template(
-            chat_messages((problem.question, ""))[:-1], add_generation_prompt=True, return_dict=True
-        )["input_ids"]
-        for problem in problems("test", count)
-    ]
-    pairs = {"bundled pair": (BUNDLED_TARGET, BUNDLED_HEAD, prompts)}
+    tasks = word_problems(load_tokenizer(BUNDLED_TARGET), count)
+    pairs = {"bundled pair": (BUNDLED_TARGET, BUNDLED_HEAD, tasks)}
     if options.stories:
         head = options.stories_out / "head"
         if not (head / "model.safetensors").exists():
             train_stories_head(options.stories, options.stories_out)
         tokenizer = load_tokenizer(options.stories)
         chosen = openings()[: min(count, TEST_OPENINGS)]
-        pairs["stories260k"] = (
-            options.stories,
-            head,
-            [tokenizer(text).input_ids for text in chosen],
-        )
+        tasks = [Task(tokenizer(text).input_ids, 0) for text in chosen]
+        pairs["stories260k"] = (options.stories, head, tasks)
     tables = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         unpack(options.revision, folder / "revision")
         roots = {OLD: folder / "revision", NEW: ROOT}
         workers = {name: stack.enter_context(Worker.started(root)) for name, root in roots.items()}
-        for name, (target, head, prompts) in pairs.items():
+        for name, (target, head, tasks) in pairs.items():
             # Without the settings beside it, whose format has changed.
             weights = folder / name
             shutil.copytree(head, weights, ignore=shutil.ignore_patterns(SETTINGS_FILE, "check*"))
@@ -124,20 +117,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "compile": options.compile,
             }
             note = (
-                f"{len(prompts)} prompts, greedy, at most {new_tokens} new tokens, whole calls; old"
+                f"{len(tasks)} prompts, greedy, at most {new_tokens} new tokens, whole calls; old"
                 f" is revision {options.revision}. FSD: T = {FSD['threshold']},"
                 f" r = {FSD['min_ratio']}."
             )
             tables.append(Table(name, COLUMNS, [], note))
-            rows = tables[-1].rows
             for method, tree, chosen in cases:
                 own = {
                     **request,
                     "tree": [tree.total_tokens, tree.depth, tree.top_k],
                     "options": {"max_new_tokens": new_tokens, **chosen},
                 }
-                row = compare(workers, own, prompts, f"{name}, {method}")
-                rows.append({"method": method, **row})
+                old, new = (
+                    Method(key, method, worker.generate(own)) for key, worker in workers.items()
+                )
+                answer_in_turn([old, new], tasks, f"{name}, {method}")
+                ratio, interval = mean_ratio(new.speeds, old.speeds)
+                row = {
+                    "method": method,
+                    "tau": new.tau,
+                    **{item.name: item.tokens_per_second for item in (old, new)},
+                    "ratio": ratio,
+                    "ratio_interval": interval,
+                    "identical": new.identical(old),
+                    "seconds": {
+                        item.name: [answer.seconds for answer in item.answers]
+                        for item in (old, new)
+                    },
+                }
+                tables[-1].rows.append(row)
                 save_report(options, "revisions", tables, finished=False)
     save_report(options, "revisions", tables)
 
@@ -184,16 +192,16 @@ class Worker:
             finally:
                 _pipe(process.stdin).close()
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Decode one prompt.
-
-        Returns the new tokens, the number of target passes, and the seconds.
-        """
+    def generate(self, request: dict[str, Any]) -> Callable[[list[int]], Answer]:
+        """Return a function that answers prompts with the values of a request."""
         stdin = _pipe(self.process.stdin)
-        stdin.write(json.dumps(request) + "\n")
-        stdin.flush()
-        result: dict[str, Any] = self._read()
-        return result
+
+        def answer(ids: list[int]) -> Answer:
+            stdin.write(json.dumps({**request, "ids": ids}) + "\n")
+            stdin.flush()
+            return Answer(**self._read())
+
+        return answer
 
     def _read(self) -> Any:
         line = _pipe(self.process.stdout).readline()
@@ -205,39 +213,6 @@ class Worker:
 def _pipe(pipe: IO[str] | None) -> IO[str]:
     assert pipe is not None
     return pipe
-
-
-def compare(
-    workers: dict[str, Worker], request: dict[str, Any], prompts: Sequence[list[int]], label: str
-) -> dict[str, Any]:
-    """Answer prompts with both revisions in turn, after one that is not counted.
-
-    Returns a row of the table. The ratio is the geometric mean over the prompts.
-    """
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
-    for index, ids in enumerate(progress([prompts[0], *prompts], label)):
-        for name, worker in workers.items():
-            result = worker.answer({**request, "ids": ids})
-            if index:
-                results[name].append(result)
-    speeds = {
-        name: [len(item["tokens"]) / item["seconds"] for item in found]
-        for name, found in results.items()
-    }
-    ratio, interval = mean_ratio(speeds[NEW], speeds[OLD])
-    pairs = zip(results[OLD], results[NEW], strict=True)
-    tokens = {name: sum(len(item["tokens"]) for item in found) for name, found in results.items()}
-    return {
-        "tau": tokens[NEW] / sum(item["passes"] for item in results[NEW]),
-        **{
-            name: tokens[name] / sum(item["seconds"] for item in found)
-            for name, found in results.items()
-        },
-        "ratio": ratio,
-        "ratio_interval": interval,
-        "identical": 100 * statistics.fmean(a["tokens"] == b["tokens"] for a, b in pairs),
-        "seconds": {name: [item["seconds"] for item in found] for name, found in results.items()},
-    }
 
 
 if __name__ == "__main__":

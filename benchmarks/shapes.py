@@ -4,11 +4,14 @@
 
     python benchmarks/shapes.py --shape qwen2.5-0.5b --dtype bfloat16
     python benchmarks/shapes.py --device cuda --accepted 3
+    python benchmarks/shapes.py --growth
 
 Nothing is downloaded: the sizes are those of the published ``config.json`` files. Each shape is
 timed with a head that drafts the target's whole vocabulary, and with one that drafts
 :data:`DRAFT_VOCAB` tokens. Each step accepts ``--accepted`` drafted tokens, whatever they are, so
 speeds say what a head of that quality would gain; no text is produced.
+
+With ``--growth``, context, tree, vocabulary and batch of one shape vary, one at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +19,10 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,10 +30,13 @@ from measurement import (
     FSD,
     PLAIN,
     QUICK,
+    Contender,
+    StepTimes,
     Table,
     Timing,
     contenders,
     copy_bandwidth,
+    draw_lines,
     new_figure,
     new_parser,
     parse,
@@ -48,7 +57,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from eagle_fsd import EagleFSD
+from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.model.drafters.eagle import EagleHead
 
 #: Size of a reduced draft vocabulary, as in FR-Spec (arXiv 2502.14856).
@@ -58,102 +67,52 @@ DRAFT_VOCAB = 32_000
 LOGIT_SPREAD = 30.0
 
 
-def _llama(**sizes: Any) -> LlamaConfig:
-    sizes = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, **sizes}
-    return LlamaConfig(rms_norm_eps=1e-5, **sizes)
+LLAMA = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "rms_norm_eps": 1e-5}
+LLAMA_3 = {
+    **LLAMA,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+QWEN = {
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "tie_word_embeddings": True,
+}
+QWEN_3 = {**QWEN, "head_dim": 128, "tie_word_embeddings": False}
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+
+
+def _shape(kind: type[PreTrainedConfig], options: Mapping[str, Any], *sizes: int) -> Any:
+    """Create a configuration; the sizes are :data:`SIZES`."""
+    return kind(**options, **dict(zip(SIZES, sizes, strict=True)))
 
 
 #: Configurations by name. The numbers are from the models' ``config.json`` on the Hugging Face Hub:
 #: Qwen/Qwen2.5-0.5B and -1.5B, meta-llama/Llama-3.1-8B, lmsys/vicuna-7b-v1.5 and -13b-v1.5,
 #: Qwen/Qwen3-8B. ``tiny`` is for ``--quick``.
 SHAPES: dict[str, PreTrainedConfig] = {
-    "tiny": _llama(
-        vocab_size=512,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        max_position_embeddings=16384,
-    ),
-    "small": _llama(
-        vocab_size=8192,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=16384,
-    ),
-    "qwen2.5-0.5b": Qwen2Config(
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=32768,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=True,
-    ),
-    "qwen2.5-1.5b": Qwen2Config(
-        vocab_size=151936,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=True,
-    ),
-    "llama-3.1-8b": _llama(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 5e5,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    ),
-    "vicuna-7b": _llama(
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        max_position_embeddings=4096,
-    ),
-    "vicuna-13b": _llama(
-        vocab_size=32000,
-        hidden_size=5120,
-        intermediate_size=13824,
-        num_hidden_layers=40,
-        num_attention_heads=40,
-        max_position_embeddings=4096,
-    ),
-    "qwen3-8b": Qwen3Config(
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=False,
-    ),
+    "tiny": _shape(LlamaConfig, LLAMA, 512, 32, 64, 4, 2, 2, 16384),
+    "small": _shape(LlamaConfig, LLAMA, 8192, 512, 1408, 8, 8, 4, 16384),
+    "qwen2.5-0.5b": _shape(Qwen2Config, QWEN, 151936, 896, 4864, 24, 14, 2, 32768),
+    "qwen2.5-1.5b": _shape(Qwen2Config, QWEN, 151936, 1536, 8960, 28, 12, 2, 131072),
+    "llama-3.1-8b": _shape(LlamaConfig, LLAMA_3, 128256, 4096, 14336, 32, 32, 8, 131072),
+    "vicuna-7b": _shape(LlamaConfig, LLAMA, 32000, 4096, 11008, 32, 32, 32, 4096),
+    "vicuna-13b": _shape(LlamaConfig, LLAMA, 32000, 5120, 13824, 40, 40, 40, 4096),
+    "qwen3-8b": _shape(Qwen3Config, QWEN_3, 151936, 4096, 12288, 36, 32, 8, 40960),
 }
 CPU_SHAPES = ("qwen2.5-0.5b", "qwen2.5-1.5b")
 GPU_SHAPES = ("llama-3.1-8b", "vicuna-7b", "vicuna-13b", "qwen3-8b")
@@ -165,6 +124,19 @@ COLUMNS = {
     "over_floor": "step / floor",
     "tokens_per_second": "tokens/s",
     "speedup": "speed, plain = 1",
+}
+CONTEXT, TREE, VOCABULARY, BATCH = "context", "tree nodes", "vocabulary", "batch"
+RANGES: dict[str, tuple[int, ...]] = {
+    CONTEXT: (256, 512, 1024, 2048, 4096, 8192),
+    TREE: (8, 16, 32, 64, 128),
+    VOCABULARY: (1024, 4096, 16384, 65536, 262144),
+    BATCH: (1, 2, 4, 8, 16, 32),
+}
+QUICK_RANGES: dict[str, tuple[int, ...]] = {
+    CONTEXT: (16, 32),
+    TREE: (8, 16),
+    VOCABULARY: (256, 512),
+    BATCH: (1, 2),
 }
 
 
@@ -216,7 +188,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--accepted", type=int, default=3, help="drafted tokens accepted per step")
     parser.add_argument("--context", type=int, help="tokens before the first step")
     parser.add_argument("--rows", type=int, default=1, help="rows in the batch; default: 1")
+    parser.add_argument(
+        "--growth", action="store_true", help="vary context, tree, vocabulary and batch of a shape"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="with --growth: start no point after these"
+    )
     options = parse(parser, arguments)
+    if options.growth:
+        grow(options)
+        return
     cpu = options.device == "cpu"
     shapes = options.shape or (CPU_SHAPES if cpu else GPU_SHAPES)
     trees = options.tree or [parse_tree("16/3/4" if cpu else "60/6/10")]
@@ -231,12 +212,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         vocabs = [None, draft_vocab] if draft_vocab < model.config.vocab_size else [None]
         for vocab, tree in itertools.product(vocabs, trees):
             pair = EagleFSD(model, random_head(model, vocab), tree)
-            pair.compile = options.compile
-            ways = contenders(pair)
-            ids = random_prompt(pair, options.rows, context)
-            drafted = pair.drafter.vocab_size
-            title = f"{shape}, draft vocabulary {drafted}, tree {tree_name(tree)}"
-            times = time_steps(ways, ids, timing, title, options.accepted)
+            title = f"{shape}, draft vocabulary {pair.drafter.vocab_size}, tree {tree_name(tree)}"
+            ways, times = _time(options, pair, options.rows, context, timing, title)
             rows = [
                 step_row(way, times[way.name], times[PLAIN], context, options.rows, bandwidth)
                 for way in ways
@@ -253,6 +230,63 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not cpu:
             torch.cuda.empty_cache()
     _save(options, tables)
+
+
+def _time(
+    options: argparse.Namespace, pair: EagleFSD, rows: int, context: int, timing: Timing, label: str
+) -> tuple[list[Contender], dict[str, StepTimes]]:
+    pair.compile = options.compile
+    ways, ids = contenders(pair), random_prompt(pair, rows, context)
+    return ways, time_steps(ways, ids, timing, label, options.accepted)
+
+
+def grow(options: argparse.Namespace) -> None:
+    """Time a shape while one size at a time varies; print and save a table for each."""
+    end = time.monotonic() + options.seconds
+    (shape,) = options.shape or ["small" if options.device == "cpu" else "llama-3.1-8b"]
+    (tree,) = options.tree or [parse_tree("32/4/8")]
+    base = {CONTEXT: options.context or 512, TREE: tree.total_tokens, BATCH: options.rows}
+    ranges, timing = RANGES, Timing(blocks=6)
+    if options.quick:
+        shape, base, ranges, timing = "tiny", {**base, CONTEXT: 16, TREE: 8}, QUICK_RANGES, QUICK
+    base = {VOCABULARY: SHAPES[shape].vocab_size, **base}
+
+    @lru_cache(maxsize=1)
+    def new_pair(vocab_size: int) -> tuple[Any, Any]:
+        gc.collect()
+        model = random_target(SHAPES[shape], options.device, options.dtype, vocab_size=vocab_size)
+        return model, random_head(model)
+
+    # A run that is stopped has points of every range. Another vocabulary takes other models.
+    points = [
+        (name, values[at])
+        for at in range(max(map(len, ranges.values())))
+        for name, values in ranges.items()
+        if name != VOCABULARY and at < len(values)
+    ]
+    points += [(VOCABULARY, value) for value in ranges[VOCABULARY]]
+    fixed = ", ".join(f"{name} {value}" for name, value in base.items())
+    note = f"Milliseconds per step, {shape} shape; unless it varies, {fixed}."
+    tables: dict[str, Table] = {}
+    for number, (name, value) in enumerate(points, 1):
+        if time.monotonic() > end:
+            break
+        point = {**base, name: value}
+        size = TreeConfig(total_tokens=point[TREE], depth=tree.depth, top_k=tree.top_k)
+        pair = EagleFSD(*new_pair(point[VOCABULARY]), size)
+        label = f"point {number} of {len(points)}: {name} {value}"
+        _, times = _time(options, pair, point[BATCH], point[CONTEXT], timing, label)
+        row = {name: value, **{way: 1e3 * steps.seconds for way, steps in times.items()}}
+        if name not in tables:
+            tables[name] = Table(f"Growth with the {name}", {key: key for key in row}, [], note)
+        tables[name].rows.append(row)
+        save_report(options, "growth", list(tables.values()), finished=False)
+    figure, axes = new_figure(2, 2)
+    for axis, (name, table) in zip(axes, tables.items(), strict=False):
+        ways = [key for key in table.columns if key != name]
+        lines = {way: {row[name]: row[way] for row in table.rows} for way in ways}
+        draw_lines(axis, lines, name, "ms per step")
+    save_report(options, "growth", list(tables.values()), figure)
 
 
 def _save(options: argparse.Namespace, tables: Sequence[Table], finished: bool = True) -> None:

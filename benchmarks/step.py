@@ -39,6 +39,7 @@ from measurement import (
     new_parser,
     parse,
     parse_tree,
+    prompt_ids,
     random_prompt,
     save_report,
     step_row,
@@ -163,10 +164,7 @@ def problem_prompt(model: EagleFSD, rows: int, length: int) -> Tensor:
     for row in range(rows):
         turn = found[row * turns : (row + 1) * turns]
         messages = chat_messages(*((item.question, item.answer) for item in turn))[:-1]
-        encoded = model.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True
-        )
-        chats.append(encoded["input_ids"][-length:])
+        chats.append(prompt_ids(model.tokenizer, messages)[-length:])
     return torch.tensor(chats, device=model.target.device)
 
 

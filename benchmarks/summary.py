@@ -27,8 +27,7 @@ REPORTS = (
     "step-bundled-compiled-cpu.md",
     "revisions-cpu.md",
     "serving-cpu.md",
-    "vocabulary-float32-cpu.md",
-    "attention-cpu.md",
+    "operations-float32-cpu.md",
 )
 
 

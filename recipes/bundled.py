@@ -22,12 +22,7 @@ from eagle_fsd.train.config import FeaturesRequest, TrainConfig, TrainRequest
 from eagle_fsd.train.feature_store import store_features
 from eagle_fsd.train.training_folder import TrainingFolder
 from recipes.compare_heads import compare_heads
-from recipes.draft_model import (
-    CARD,
-    CHAIN_OPTIONS,
-    DraftModelConfig,
-    train_draft_model,
-)
+from recipes.draft_model import CARD, CHAIN_OPTIONS, DraftModelConfig, train_draft_model
 from recipes.measure import measure
 from recipes.publish import describe_measurement, describe_tree, train_and_save, write_card
 from recipes.target import TargetConfig, train_target
@@ -102,17 +97,14 @@ def write_cards(out: Path) -> None:
         raise FileNotFoundError(
             f"{head} has no {SETTINGS_FILE}; run eagle-fsd calibrate --install first"
         )
-    results = _format_results(measure(target, head, CARD_PROBLEMS, ("exact", "fsd")))
+    methods = ("exact", "fsd")
+    results = _format_results(measure(target, head, CARD_PROBLEMS, methods))
     write_card(target, _TARGET_CARD, results, HEAD_CHATS)
     write_card(head, _HEAD_CARD, results, HEAD_CHATS)
     write_card(out / "eagle3", _EAGLE3_CARD, compare_heads(out), HEAD_CHATS)
-    write_draft_model_card(target, out / "draft_model")
-
-
-def write_draft_model_card(target: Path, folder: Path) -> None:
-    """Measure exact decoding and FSD with the draft model's chains; write its model card."""
-    rows = measure(target, folder, CARD_PROBLEMS, ("exact", "fsd"), *CHAIN_OPTIONS)
-    write_card(folder, CARD, _format_results(rows), HEAD_CHATS)
+    draft = out / "draft_model"
+    rows = measure(target, draft, CARD_PROBLEMS, methods, *CHAIN_OPTIONS)
+    write_card(draft, CARD, _format_results(rows), HEAD_CHATS)
 
 
 def _format_results(rows: dict[str, dict[str, Any]]) -> str:

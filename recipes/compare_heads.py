@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eagle_fsd.bundled import BUNDLED
+from eagle_fsd.evaluation.tables import markdown
 from eagle_fsd.train.record import read_record
 from eagle_fsd.utils.provenance import describe_environment
 from recipes.measure import measure
@@ -40,23 +41,22 @@ def compare_heads(pair: Path, problems: int = PROBLEMS, others: Sequence[Path] =
     """Measure tau of exact decoding with both heads and others; return a Markdown table by tree."""
     heads = [(name, pair / folder) for name, folder in HEADS]
     heads += [(folder.name, folder) for folder in others]
-    names = [name for name, _ in heads]
-    lines = [f"| tree | {' | '.join(names)} |", "|---" * (1 + len(heads)) + "|"]
+    rows = []
     for tree in TREES:
         options = [word for option in zip(TREE_OPTIONS, tree, strict=True) for word in option]
         cells = ["/".join(map(str, tree))]
         for _, folder in heads:
-            rows = measure(pair / "target", folder, problems, ("exact",), *options)
-            cells.append(f"{rows['exact']['tau']:.2f}")
-        lines.append(f"| {' | '.join(cells)} |")
+            found = measure(pair / "target", folder, problems, ("exact",), *options)
+            cells.append(f"{found['exact']['tau']:.2f}")
+        rows.append(cells)
     tokens = [f"{read_record(folder)['tokens'] / 1e6:.2f} M" for _, folder in heads]
-    lines.append(f"| training tokens | {' | '.join(tokens)} |")
+    table = markdown(["tree", *(name for name, _ in heads)], [*rows, ["training tokens", *tokens]])
     environment = describe_environment()
     versions = environment["versions"]
     return (
         f"Tau of exact decoding on {problems} unseen problems, greedy, float32, by tree"
         f" (total_tokens/depth/top_k), on {environment['date'][:10]} with torch"
-        f" {versions['torch']}, transformers {versions['transformers']}:\n\n" + "\n".join(lines)
+        f" {versions['torch']}, transformers {versions['transformers']}:\n\n{table}"
     )
 
 

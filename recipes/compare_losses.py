@@ -11,11 +11,11 @@ import argparse
 import json
 import logging
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eagle_fsd.bundled import BUNDLED_TARGET
+from eagle_fsd.evaluation.tables import markdown
 from eagle_fsd.train.chat_file import write_chats
 from eagle_fsd.train.config import TrainConfig, TrainRequest
 from eagle_fsd.train.record import RECORD_FILE, read_record
@@ -32,22 +32,15 @@ RESULT_FILE = "compared.json"
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One variant of the losses: the hyperparameters that differ from the common ones."""
-
-    name: str
-    changes: dict[str, Any]
-
-
 PUBLISHED = {"divergence_weight": 0.0, "unroll": 1}
-VARIANTS = (
-    Variant("published losses", PUBLISHED),
-    Variant("unroll 3", {**PUBLISHED, "unroll": 3}),
-    Variant("JS loss", {**PUBLISHED, "divergence_weight": 1.0, "divergence_loss": "js"}),
-    Variant("TV loss", {**PUBLISHED, "divergence_weight": 1.0, "divergence_loss": "tv"}),
-    Variant("unroll 3 and JS loss", {"divergence_weight": 1.0, "unroll": 3}),
-)
+#: The hyperparameters in which variants of the losses differ from the common ones.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "published losses": PUBLISHED,
+    "unroll 3": {**PUBLISHED, "unroll": 3},
+    "JS loss": {**PUBLISHED, "divergence_weight": 1.0, "divergence_loss": "js"},
+    "TV loss": {**PUBLISHED, "divergence_weight": 1.0, "divergence_loss": "tv"},
+    "unroll 3 and JS loss": {"divergence_weight": 1.0, "unroll": 3},
+}
 
 
 def main() -> None:
@@ -61,10 +54,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16, help="chats per step")
     parser.add_argument("--problems", type=int, default=500, help="problems to measure on")
     parser.add_argument(
-        "--only",
-        action="append",
-        choices=[variant.name for variant in VARIANTS],
-        help="variant to compare; default: all of them",
+        "--only", action="append", choices=VARIANTS, help="variant to compare; default: all of them"
     )
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -80,18 +70,18 @@ def main() -> None:
         compile=True,
     )
     results = {}
-    for variant in VARIANTS:
-        if options.only and variant.name not in options.only:
+    for variant, changes in VARIANTS.items():
+        if options.only and variant not in options.only:
             continue
-        folder = TrainingFolder(options.work / variant.name.replace(" ", "-"))
+        folder = TrainingFolder(options.work / variant.replace(" ", "-"))
         if not (folder.path / RECORD_FILE).exists():
-            log.info("training: %s", variant.name)
+            log.info("training: %s", variant)
             request = TrainRequest(data=data, out=folder.path, resume=folder.exists)
-            train(request, common.updated(**variant.changes), on_metrics=_log_metrics)
+            train(request, common.updated(**changes), on_metrics=_log_metrics)
         file = folder.path / RESULT_FILE
         if not file.exists():
             atomic_write(file, json.dumps(measure_head(folder.path, options.problems), indent=2))
-        results[variant.name] = json.loads(file.read_text(encoding="utf-8"))
+        results[variant] = json.loads(file.read_text(encoding="utf-8"))
     sys.stdout.write(format_table(results, common) + "\n")
 
 
@@ -114,24 +104,22 @@ def measure_head(head: Path, count: int) -> dict[str, Any]:
 def format_table(results: dict[str, dict[str, Any]], config: TrainConfig) -> str:
     """Format results of :func:`measure_head` by variant as a Markdown table."""
     names = [f"T={threshold:g}" for threshold in THRESHOLDS]
-    lines = ["| trained with | minutes | tau exact | " + " | ".join(names) + " |"]
-    lines.append("|---" * (3 + len(names)) + "|")
+    rows = []
     for variant, result in results.items():
         cells = [variant, f"{result['minutes']:.0f}", f"{result['exact']['tau']:.2f}"]
         cells += [f"{result[name]['tau']:.2f}, {result[name]['accuracy']:.1%}" for name in names]
-        lines.append("| " + " | ".join(cells) + " |")
+        rows.append(cells)
+    table = markdown(["trained with", "minutes", "tau exact", *names], rows)
     last = list(results.values())[-1]
     environment = last["environment"]
     machine, versions = environment["machine"], environment["versions"]
-    lines += [
-        "",
-        f"{config.max_steps} steps of {config.batch_size} chats; FSD: tau and accuracy on"
-        f" {last['problems']} unseen problems, js, min_ratio {MIN_RATIO:g}; greedy, float32;"
+    return (
+        f"{table}\n\n{config.max_steps} steps of {config.batch_size} chats; FSD: tau and accuracy"
+        f" on {last['problems']} unseen problems, js, min_ratio {MIN_RATIO:g}; greedy, float32;"
         f" {machine['cpu']}, {machine['threads']} threads, {environment['date'][:10]}, torch"
         f" {versions['torch']}, transformers {versions['transformers']}, revision"
-        f" {environment['revision']}.",
-    ]
-    return "\n".join(lines)
+        f" {environment['revision']}."
+    )
 
 
 def _log_metrics(metrics: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from eagle_fsd.train.dataset import TrainingBatch, collate, pack_batches
 from eagle_fsd.train.loaded_target import LoadedTarget
 from eagle_fsd.train.record import write_record
 from eagle_fsd.train.regenerate import regenerate
-from recipes.target import save_weights
+from recipes.target import log_progress, save_weights, take_step
 
 log = logging.getLogger(__name__)
 
@@ -120,24 +120,12 @@ def train_draft_model(config: DraftModelConfig, target: Path, work: Path, out: P
             probs = teacher.lm_head(labels[index].float()).softmax(-1)  # [n, V]
         log_probs = model.lm_head(_answer_states(model, batches[index])).log_softmax(-1)
         loss = F.kl_div(log_probs, probs, reduction="batchmean")
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad(set_to_none=True)
+        take_step(loss, model, optimizer, schedule)
         tokens += batches[index].ids.numel()
         if step % 20 == 0:
-            seconds = time.monotonic() - start
             overlap = torch.minimum(probs, log_probs.detach().exp()).sum(-1).mean()
-            log.info(
-                "step %d of %d, KL %.4f, overlap %.4f, %.0f tokens/s, %.0f minutes left",
-                step,
-                steps,
-                loss.item(),
-                overlap.item(),
-                tokens / seconds,
-                seconds / step * (steps - step) / 60,
-            )
+            losses = f"KL {loss.item():.4f}, overlap {overlap.item():.4f}"
+            log_progress(step, steps, tokens, time.monotonic() - start, losses)
     save_weights(model, out)
     write_record(out, asdict(config), steps, tokens, time.monotonic() - start)
 

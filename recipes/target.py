@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_wsd_schedule
 
 from eagle_fsd.bundled.problems import chats
@@ -31,14 +32,8 @@ from eagle_fsd.utils.files import atomic_path, atomic_write
 
 log = logging.getLogger(__name__)
 
-BEGIN, USER, ASSISTANT, SYSTEM, END, PAD = (
-    "<|begin|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|system|>",
-    "<|end|>",
-    "<|pad|>",
-)
+BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
+USER, ASSISTANT, SYSTEM = "<|user|>", "<|assistant|>", "<|system|>"
 CHAT_TEMPLATE = (
     "{{- bos_token }}{% for message in messages %}"
     "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
@@ -136,12 +131,8 @@ def batches(
             weights = torch.zeros(len(group), width)
             for row, item in enumerate(group):
                 ids[row, : len(item.ids)] = torch.tensor(item.ids)
-                weights[row, : len(item.ids)] = torch.tensor(
-                    [
-                        1.0 if is_answer else config.prompt_weight
-                        for is_answer in item.assistant_mask
-                    ]
-                )
+                answered = torch.tensor(item.assistant_mask)
+                weights[row, : len(item.ids)] = torch.where(answered, 1.0, config.prompt_weight)
             yield ids, weights
 
 
@@ -193,23 +184,12 @@ def train_target(config: TargetConfig, work: Path, out: Path) -> None:
     start, average = time.monotonic() - seconds, None
     for step, (ids, weights) in enumerate(stream, first + 1):
         loss, answer_loss = _language_modeling_loss(model, ids, weights)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad(set_to_none=True)
+        take_step(loss, model, optimizer, schedule)
         average = answer_loss if average is None else 0.95 * average + 0.05 * answer_loss
         tokens += ids.numel()
         seconds = time.monotonic() - start
         if step % 20 == 0:
-            log.info(
-                "step %d of %d, loss on answers %.4f, %.0f tokens/s, %.0f minutes left",
-                step,
-                config.steps,
-                average,
-                tokens / seconds,
-                seconds / step * (config.steps - step) / 60,
-            )
+            log_progress(step, config.steps, tokens, seconds, f"loss on answers {average:.4f}")
         if step % 250 == 0 or step == config.steps:
             state = {name: part.state_dict() for name, part in parts.items()}
             state |= {"step": step, "tokens": tokens, "seconds": seconds}
@@ -217,6 +197,23 @@ def train_target(config: TargetConfig, work: Path, out: Path) -> None:
                 torch.save(state, temporary)
     save_target(model, tokenizer, out)
     write_record(out, asdict(config), config.steps, tokens, seconds)
+
+
+def take_step(
+    loss: Tensor, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, schedule: LRScheduler
+) -> None:
+    """Update a model with the clipped gradient of a loss."""
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def log_progress(step: int, steps: int, tokens: int, seconds: float, losses: str) -> None:
+    """Log the losses, the speed and the minutes that are left."""
+    rate, left = tokens / seconds, seconds / step * (steps - step) / 60
+    log.info("step %d of %d, %s, %.0f tokens/s, %.0f minutes left", step, steps, losses, rate, left)
 
 
 def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:

@@ -1,30 +1,36 @@
-"""Time verification and the head's read-out over a large vocabulary against the target's pass.
+"""Time parts of a step: verification, the head's read-out, and attention over a draft tree.
 
 ::
 
-    python benchmarks/vocabulary.py
-    python benchmarks/vocabulary.py --threads 2 --dtype bfloat16
+    python benchmarks/operations.py
+    python benchmarks/operations.py --threads 2 --dtype bfloat16
 
 The target has random weights and the shape of Llama with 0.5 billion parameters and 128,256 tokens;
 the tree is EAGLE-2's of 60 nodes. What is compared runs in turn; the best of several times counts.
 
 The read-out of a level of the tree gives the distributions of ten nodes. A head keeps their
 log-probabilities; the other possibility is to keep the logits and one normalizer per node.
+
+For attention, one layer of 32 query heads and 8 key heads of size 64 attends from the nodes to a
+context of 1,024 to 8,192 tokens, with the query groups folded and as transformers does it.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from measurement import Table, new_parser, parse, progress, save_report, synchronize
-from torch import Tensor
+from measurement import Table, keep_best, new_parser, parse, progress, save_report
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from eagle_fsd import SamplingConfig, TreeConfig
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
+from eagle_fsd.model.attention import fold_mask, tree_attention
+from eagle_fsd.model.cache import additive_mask
 from eagle_fsd.model.random_numbers import RandomNumbers
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.tree import DraftTree, TreeBuilder
@@ -33,17 +39,42 @@ from eagle_fsd.model.vocabulary import Distributions
 
 TREE = TreeConfig(total_tokens=60, depth=6, top_k=10)
 TEMPERATURE = SamplingConfig(temperature=0.7)
+HEADS, KEY_HEADS, SIZE = 32, 8, 64
 #: Standard deviation of random logits.
 SPREAD = 2.5
 COLUMNS = {"what": "verification", "ms": "time (ms)", "share": "above exact, part of the pass"}
 READ_OUT_COLUMNS = {"what": "read-out", "ms": "time (ms)"}
+ATTENTION_COLUMNS = {
+    "context": "context",
+    "stock_ms": "transformers (ms)",
+    "folded_ms": "folded (ms)",
+    "ratio": "ratio",
+    "difference": "largest difference",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Time verification, print the table and save it."""
-    parser = new_parser("Time verification over a large vocabulary.", compiles=False)
-    options = parse(parser, arguments)
+    """Time the operations, print the tables and save them."""
+    options = parse(new_parser("Time parts of a step.", compiles=False), arguments)
     size, layers, repeats = (1024, 1, 2) if options.quick else (128_256, 24, 7)
+    contexts = (64, 128) if options.quick else (1024, 2048, 4096, 8192)
+    name = f"operations-{str(options.dtype).removeprefix('torch.')}"
+    tables: list[Table] = []
+    with torch.inference_mode():
+        tables += time_vocabulary(options, size, layers, repeats)
+        save_report(options, name, tables, finished=False)
+        note = f"One layer, {HEADS} query heads, {KEY_HEADS} key heads of size {SIZE}, 60 nodes."
+        tables.append(Table("Attention over a draft tree", ATTENTION_COLUMNS, [], note))
+        for context in progress(contexts, "contexts"):
+            tables[-1].rows.append(time_attention(options, context, 3 * repeats))
+            save_report(options, name, tables, finished=False)
+    save_report(options, name, tables)
+
+
+def time_vocabulary(
+    options: argparse.Namespace, size: int, layers: int, repeats: int
+) -> tuple[Table, Table]:
+    """Time verification, relative to the target's pass, and the read-out of a level."""
     target = _target(size, layers).to(options.device, options.dtype)
     tree = _tree(size, options.device)
     logits = SPREAD * torch.randn(1, tree.size, size, device=options.device)
@@ -72,29 +103,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "log-probabilities": lambda: level.log_softmax(-1),
         "normalizers": lambda: Distributions.of(level),
     }
-    best, read = (dict.fromkeys(part, float("inf")) for part in (cases, read_out))
-    with torch.inference_mode():
-        for _ in progress(range(repeats), "repeats"):
-            for part, times in ((cases, best), (read_out, read)):
-                for name, run in part.items():
-                    synchronize()
-                    start = time.perf_counter()
-                    run()
-                    synchronize()
-                    times[name] = min(times[name], time.perf_counter() - start)
-            _save(options, tree, size, best, read, finished=False)
-    _save(options, tree, size, best, read)
-
-
-def _save(
-    options: argparse.Namespace,
-    tree: DraftTree,
-    size: int,
-    best: Mapping[str, float],
-    read: Mapping[str, float],
-    finished: bool = True,
-) -> None:
-    """Save the results so far: seconds of verification and of the read-out."""
+    best: dict[str, float] = {}
+    read: dict[str, float] = {}
+    for _ in progress(range(repeats), "repeats"):
+        keep_best(cases, best)
+        keep_best(read_out, read)
     whole, base = list(best.values())[:2]
     rows = [
         {
@@ -105,17 +118,39 @@ def _save(
         for number, (name, seconds) in enumerate(best.items())
     ]
     note = f"{size:,} tokens, {tree.size} nodes, {int(tree.has_children().sum())} of them inner."
-    name = f"vocabulary-{str(options.dtype).removeprefix('torch.')}"
-    tables = [
+    read_rows = [{"what": part, "ms": 1e3 * seconds} for part, seconds in read.items()]
+    read_note = f"{size:,} tokens, {TREE.top_k} nodes."
+    return (
         Table("Verification", COLUMNS, rows, note),
-        Table(
-            "Read-out of one level",
-            READ_OUT_COLUMNS,
-            [{"what": part, "ms": 1e3 * seconds} for part, seconds in read.items()],
-            f"{size:,} tokens, {TREE.top_k} nodes.",
-        ),
-    ]
-    save_report(options, name, tables, finished=finished)
+        Table("Read-out of one level", READ_OUT_COLUMNS, read_rows, read_note),
+    )
+
+
+def time_attention(options: argparse.Namespace, context: int, repeats: int) -> dict[str, Any]:
+    """Time attention over a tree with the same masks in both ways; return a row."""
+    layer, groups = nn.Module(), HEADS // KEY_HEADS
+    layer.num_key_value_groups = groups
+    place = {"device": options.device, "dtype": options.dtype}
+    query = torch.randn(1, TREE.total_tokens, HEADS, SIZE, **place).transpose(1, 2)
+    # A cache stores the heads of a token together.
+    key, value = torch.randn(2, 1, context, KEY_HEADS, SIZE, **place).transpose(2, 3)
+    allowed = torch.rand(1, TREE.total_tokens, context, device=options.device) < 0.7
+    mask = additive_mask(allowed, options.dtype)
+    folded = fold_mask(mask, groups)
+    ways: dict[str, Callable[[], Tensor]] = {
+        "stock": lambda: sdpa_attention_forward(layer, query, key, value, mask)[0],
+        "folded": lambda: tree_attention(layer, query, key, value, folded)[0],
+    }
+    best: dict[str, float] = {}
+    for _ in range(repeats):
+        keep_best(ways, best)
+    difference = float((ways["stock"]() - ways["folded"]()).abs().max())
+    return {
+        "context": context,
+        **{f"{way}_ms": 1e3 * seconds for way, seconds in best.items()},
+        "ratio": best["stock"] / best["folded"],
+        "difference": f"{difference:.1e}",
+    }
 
 
 def _target(vocab_size: int, layers: int) -> LlamaForCausalLM:
