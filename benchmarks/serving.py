@@ -25,26 +25,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-from measurement import (
-    Table,
-    new_parser,
-    parse,
-    parse_tree,
-    progress,
-    save_report,
-    tree_name,
-    word_problems,
-)
+import psutil
+from measurement import Table, new_parser, parse, parse_tree, progress, save_report, tree_name
 from revisions import NEW, OLD, ROOT, unpack
 
 from eagle_fsd import TreeConfig
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
+from eagle_fsd.bundled.problems import chat_messages, problems
 from eagle_fsd.model.config import SETTINGS_FILE
 from eagle_fsd.model.loading import load_tokenizer
 
@@ -60,14 +53,12 @@ COLUMNS = {
     "first_p50": "p50 first token (s)",
     "first_p95": "p95 first token (s)",
 }
-COMPARED_COLUMNS = {
-    "clients": "clients",
-    "old": "old (tokens/s)",
-    "new": "new (tokens/s)",
-    "ratio": "new / old",
-    "old_first": "old p50 first token (s)",
-    "new_first": "new p50 first token (s)",
-    "identical": "same answer (%)",
+SERVER_COLUMNS = {
+    "name": "server",
+    "processes": "processes",
+    "start": "start-up (s)",
+    "idle": "memory after start-up (MB)",
+    "loaded": "memory at the end (MB)",
 }
 
 
@@ -85,6 +76,27 @@ class Measurement:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Server:
+    """A server that is ready.
+
+    ``start``: Seconds until it was ready.
+    """
+
+    url: str
+    process: psutil.Process
+    start: float
+
+    def memory(self) -> list[float]:
+        """Return the memory of each process in MB, on Linux with its part of shared memory."""
+        found = []
+        for process in (self.process, *self.process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                info = process.memory_full_info()
+                found.append(getattr(info, "pss", info.uss) / 1e6)
+        return found
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the tables and save them."""
     parser = new_parser("Measure the server under 1 to 32 clients.")
@@ -100,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         count, rounds, new_tokens, clients = 4, 1, 8, (1, 4)
     requests = answer_requests(count, new_tokens)
-    servers: dict[str, str] = {}  # their URLs
+    servers: dict[str, Server] = {}
+    memory: dict[str, list[list[float]]] = {}  # of each process, after start-up and later
     results: dict[str, list[dict[str, Any]]] = {}
     texts: dict[str, list[list[str]]] = {}
     note = (
@@ -115,6 +128,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tables = [Table(titles[name], COLUMNS, rows, note) for name, rows in results.items()]
         if options.revision:
             tables.append(compare(results, texts))
+        rows = [
+            {
+                "name": titles[name].removeprefix("Serving, "),
+                "processes": len(memory[name][0]),
+                "start": server.start,
+                "idle": sum(memory[name][0]),
+                "loaded": sum(memory[name][-1]),
+            }
+            for name, server in servers.items()
+        ]
+        tables.append(Table("Serving, start-up and memory", SERVER_COLUMNS, rows))
         save_report(options, "serving", tables, finished=finished)
 
     with ExitStack() as stack:
@@ -132,17 +156,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if not (root / "eagle_fsd/model/drafters").exists():  # it has fewer options
                 extra = ["--head", str(folder / "head"), "--device", options.device]
             servers[name] = stack.enter_context(start_server(root, options.tree, extra))
-        for url in servers.values():
-            asyncio.run(send(url, requests[: 2 * max(clients)], max(clients)))  # a warm-up
+            memory[name] = [servers[name].memory()]
+        for server in servers.values():
+            asyncio.run(send(server.url, requests[: 2 * max(clients)], max(clients)))  # a warm-up
         for number in progress(clients, "clients"):
             answers: dict[str, list[Measurement]] = {name: [] for name in servers}
             seconds = dict.fromkeys(servers, 0.0)
-            for name, url in [*servers.items()] * rounds:
+            for name, server in [*servers.items()] * rounds:
                 begin = time.perf_counter()
-                answers[name] += asyncio.run(send(url, requests, number))
+                answers[name] += asyncio.run(send(server.url, requests, number))
                 seconds[name] += time.perf_counter() - begin
             for name, found in answers.items():
                 texts.setdefault(name, []).append([item.text for item in found])
+                memory[name].append(servers[name].memory())
                 results.setdefault(name, []).append(summarize(number, found, seconds[name]))
             save(finished=False)
     save(finished=True)
@@ -153,7 +179,11 @@ def answer_requests(count: int, new_tokens: int) -> list[dict[str, Any]]:
     tokenizer = load_tokenizer(BUNDLED_TARGET)
     return [
         {
-            "prompt": tokenizer.decode(task.ids),
+            "prompt": tokenizer.apply_chat_template(
+                chat_messages((problem.question, ""))[:-1],
+                add_generation_prompt=True,
+                tokenize=False,
+            ),
             "model": NAME,
             "temperature": 0.0,
             "max_tokens": new_tokens,
@@ -161,13 +191,13 @@ def answer_requests(count: int, new_tokens: int) -> list[dict[str, Any]]:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        for task in word_problems(tokenizer, count)
+        for problem in problems("test", count)
     ]
 
 
 @contextmanager
-def start_server(root: Path, tree: TreeConfig, arguments: Sequence[str]) -> Iterator[str]:
-    """Run the server of the package in a folder; yield its URL once it is ready.
+def start_server(root: Path, tree: TreeConfig, arguments: Sequence[str]) -> Iterator[Server]:
+    """Run the server of the package in a folder; yield it once it is ready.
 
     Raises RuntimeError if it does not start.
     """
@@ -188,7 +218,7 @@ def start_server(root: Path, tree: TreeConfig, arguments: Sequence[str]) -> Iter
             if process.poll() is not None or time.monotonic() > begin + TIMEOUT:
                 raise RuntimeError(f"the server of {root} did not start; see its error above")
             time.sleep(0.1)
-        yield url
+        yield Server(url, psutil.Process(process.pid), time.monotonic() - begin)
     finally:
         process.terminate()
         process.wait()
@@ -273,7 +303,16 @@ def compare(results: dict[str, list[dict[str, Any]]], texts: dict[str, list[list
                 "identical": 100 * statistics.fmean(map(operator.eq, *both)),
             }
         )
-    return Table("Serving, new against old", COMPARED_COLUMNS, rows)
+    columns = {
+        "clients": "clients",
+        "old": "old (tokens/s)",
+        "new": "new (tokens/s)",
+        "ratio": "new / old",
+        "old_first": "old p50 first token (s)",
+        "new_first": "new p50 first token (s)",
+        "identical": "same answer (%)",
+    }
+    return Table("Serving, new against old", columns, rows)
 
 
 if __name__ == "__main__":
