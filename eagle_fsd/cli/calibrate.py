@@ -24,6 +24,7 @@ from eagle_fsd.evaluation.config import (
     EngineName,
     EvaluationRequest,
     LossBounds,
+    MeasureConfig,
 )
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 
@@ -33,6 +34,7 @@ def calibrate(
     /,
     *,
     bounds: Annotated[LossBounds, options("Loss of quality")] = LossBounds(),
+    measure: Annotated[MeasureConfig, options("Loss of quality")] = MeasureConfig(),
     engine: Annotated[
         EngineName | None,
         Parameter(
@@ -54,7 +56,8 @@ def calibrate(
     file: SettingsOptions = SettingsFile(),
     acceptance: OtherAcceptanceOptions = AcceptanceConfig(),
     config: Annotated[
-        CalibrationConfig, options("Decoding", exclude=("samples", "seeds"))
+        CalibrationConfig,
+        options("Decoding", exclude=("samples", "seeds", *MeasureConfig.model_fields)),
     ] = CalibrationConfig(),
 ) -> None:
     """Find the fastest settings whose loss of accuracy is bounded; write them to fsd.json."""
@@ -67,7 +70,7 @@ def calibrate(
         calibration = run(
             own,
             bounds,
-            config,
+            config.updated(**measure.model_dump()),
             grid,
             engine=engine,
             rules=rules,

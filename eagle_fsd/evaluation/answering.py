@@ -314,14 +314,15 @@ class PairAnswerer(Answerer[Method]):
         return self._pairs[method.name]
 
     def likelihood(self, turn: Turn) -> tuple[float | None, list[float | None]]:
-        """See :meth:`Answerer.likelihood`; calibration leaves them out.
+        """See :meth:`Answerer.likelihood`; calibration leaves them out unless it bounds regrets.
 
         They need another pass over every answer, which takes about as long as decoding it in a
         large batch.
         """
         tokens = turn.reply.tokens
         fuzzy = [at for at, origin in enumerate(turn.reply.origins) if origin == Origin.FUZZY]
-        if not tokens or isinstance(self.config, CalibrationConfig):
+        left_out = isinstance(self.config, CalibrationConfig) and self.config.measure != "regret"
+        if not tokens or left_out:
             return None, [None] * len(fuzzy)
         own, best = answer_log_probs(self.model.target, turn.prompt, torch.tensor(tokens))
         return float(own.mean()), [max(0.0, float(best[at] - own[at])) for at in fuzzy]

@@ -46,6 +46,7 @@ from eagle_fsd.evaluation.config import (
     EvaluationRequest,
     GridConfig,
     LossBounds,
+    MeasureConfig,
 )
 from eagle_fsd.evaluation.methods import EXACT, Method, given_acceptance
 from eagle_fsd.evaluation.plots import draw_figures
@@ -224,9 +225,10 @@ def calibrate(
         answering = config.updated(batch=config.answer_batch)
         check_request(request, answering, [EXACT.name], questions)
     used, fresh = split_questions(list(map(count_unscored_as_wrong, questions)))
-    warnings = [check_questions(bounds, fresh, request.execute_code)]
+    scored = config.measure == "accuracy"
+    warnings = [check_questions(bounds, fresh, request.execute_code, scored)]
     with state.main_process_first():
-        check_folder(folder, used, fresh, methods, bool(request.compile))
+        check_folder(folder, used, fresh, methods, bool(request.compile), config)
     model = load_share(request, settings)
     model.acceptance = given_acceptance(settings)
     if model.drafter.learns:
@@ -340,8 +342,8 @@ def extend_report(
     method = tested[-1] if verdicts and verdicts[-1].certified else task.exact
     report |= limit_losses(report["rows"], tests - len(tested), bounds.confidence)
     report["selection"] = list(task.rows.values())
-    report["tables"] = [table] = [selection_table(report["selection"], task.tests)]
-    conclusion = conclude(verdicts, bounds, tests, choices)
+    report["tables"] = [table] = [selection_table(task)]
+    conclusion = conclude(verdicts, bounds, tests, choices, task.config.measured)
     report["calibration"] = chosen_settings(task, method, verdicts, report, by_name)
     report["flags"] = None
     if task.engine:
@@ -389,6 +391,7 @@ def chosen_settings(
         **{name: row[name] for name in measured},
         "tau_exact": reference["tau"],
         **{name: report["about"][name] for name in options},
+        **{name: getattr(task.config, name) for name in MeasureConfig.model_fields},
         "device": report["device"],
         "environment": report["environment"],
         "sessions": len(report["sessions"]),
@@ -399,7 +402,7 @@ def chosen_settings(
         lost, gained, paired = outcomes(verdicts[-1].row)
         certificate = Certificate(
             decoder="eagle-fsd",
-            measure=f"accuracy on {about['questions']}",
+            measure=f"{task.config.measured} on {about['questions']}",
             questions=paired,
             lost=lost,
             gained=gained,
@@ -412,12 +415,12 @@ def chosen_settings(
     return values
 
 
-def selection_table(rows: Sequence[Row], tests: Sequence[Method]) -> Table:
+def selection_table(task: Task) -> Table:
     """Return a table of the settings on the questions for the selection."""
-    headers = ["selection", "n", "tau", "accuracy", "lost/gained", "tokens/s", "x exact"]
-    order = {method.name: number for number, method in enumerate(tests, 1)}
+    headers = ["selection", "n", "tau", task.config.measure, "lost/gained", "tokens/s", "x exact"]
+    order = {method.name: number for number, method in enumerate(task.tests, 1)}
     cells = []
-    for row in rows:
+    for row in task.rows.values():
         against, number = row.get("against_exact", {}), order.get(row["method"])
         cells.append(
             [
@@ -439,6 +442,7 @@ def check_folder(
     fresh: Sequence[Question],
     methods: Sequence[Method],
     compiled: bool,
+    measure: MeasureConfig,
 ) -> None:
     """Raise a ValueError if a folder holds another calibration; record what this one chooses from.
 
@@ -451,6 +455,8 @@ def check_folder(
         "settings": [method.name for method in methods],
         "compiled": compiled,
     }
+    if measure.measure != "accuracy":
+        plan["measure"] = measure.measured
     file = folder / QUESTIONS_FILE
     if not (file.exists() and (folder / TREES_FILE).exists()):
         folder.mkdir(parents=True, exist_ok=True)
@@ -458,7 +464,7 @@ def check_folder(
     elif json.loads(file.read_text(encoding="utf-8")) != plan:
         raise ValueError(
             f"{folder} holds a calibration on other questions (or with another --count), with"
-            f" other settings to choose from or another --compile: {OTHER_QUESTIONS}"
+            f" other settings to choose from, another --compile or --measure: {OTHER_QUESTIONS}"
         )
 
 

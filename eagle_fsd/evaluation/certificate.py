@@ -22,8 +22,9 @@ SELECTION_SHARE = 0.2
 MAX_TESTS = 2
 #: Error for questions without reference answers.
 NO_SCORE = (
-    "these questions have no score, so that a loss cannot be bounded: add reference answers or pass"
-    " --grader; eagle-fsd evaluate compares answers without, and a judge's with --judge-mode pair"
+    "these questions have no score, so that a loss cannot be bounded: add reference answers, pass"
+    " --grader, or calibrate with --measure agreement; eagle-fsd evaluate compares answers without,"
+    " and a judge's with --judge-mode pair"
 )
 
 
@@ -86,10 +87,13 @@ def count_unscored_as_wrong(question: Question) -> Question:
 
 
 def check_questions(
-    bounds: LossBounds, fresh: Sequence[Question], execute_code: bool
+    bounds: LossBounds, fresh: Sequence[Question], execute_code: bool, scored: bool = True
 ) -> str | None:
-    """Warn if not even a lossless setting could be certified; raise ValueError without scores."""
-    kinds = {question.scored_by for question in fresh}
+    """Warn if not even a lossless setting could be certified; raise ValueError without scores.
+
+    Unless questions are ``scored``, the bound is on something else.
+    """
+    kinds = {question.scored_by for question in fresh} if scored else set()
     if "" in kinds:
         raise ValueError(NO_SCORE)
     if "code" in kinds and not execute_code:
@@ -110,7 +114,13 @@ def check_questions(
     )
 
 
-def conclude(verdicts: Sequence[Verdict], bounds: LossBounds, tests: int, choices: int) -> str:
+def conclude(
+    verdicts: Sequence[Verdict],
+    bounds: LossBounds,
+    tests: int,
+    choices: int,
+    measured: str = "accuracy",
+) -> str:
     """Return sentences on the verdicts of up to ``tests`` settings that state the bound."""
     allowed = f"{bounds.max_drop:g} points"
     if not verdicts:
@@ -125,7 +135,7 @@ def conclude(verdicts: Sequence[Verdict], bounds: LossBounds, tests: int, choice
         sentences = [
             f"{last.row['method']}, {last.row['speed_over_exact']:.2f} times exact decoding: on"
             f" {paired} questions that had no part in its selection, it {_changes(last)}, so that"
-            f" {confidence} it loses at most {points_text(last.drop / 100)} points of accuracy"
+            f" {confidence} it loses at most {points_text(last.drop / 100)} points of {measured}"
             " relative to exact decoding."
         ]
         sentences += [
@@ -140,7 +150,7 @@ def conclude(verdicts: Sequence[Verdict], bounds: LossBounds, tests: int, choice
             for item in verdicts
         )
         sentences = [
-            f"Exact decoding: nothing is certified to lose at most {allowed} of accuracy relative"
+            f"Exact decoding: nothing is certified to lose at most {allowed} of {measured} relative"
             f" to exact decoding. On {paired} questions that had no part in the selection,"
             f" {confidence}: {found}."
         ]

@@ -23,6 +23,7 @@ from eagle_fsd.utils.options import Options
 MethodName = Literal["plain", "exact", "fsd", "hf", "rules"]
 METHOD_NAMES: tuple[str, ...] = get_args(MethodName)
 EngineName = Literal["vllm", "sglang", "tensorrt-llm"]
+Measure = Literal["accuracy", "agreement", "regret"]
 DEFAULT_METHODS: tuple[MethodName, ...] = ("plain", "exact", "fsd")
 
 
@@ -146,7 +147,37 @@ class EvaluationConfig(SamplingConfig):
         return SamplingConfig.from_dict({**self.model_dump(include=names), "seed": seed})
 
 
-class CalibrationConfig(EvaluationConfig):
+class MeasureConfig(Options):
+    """What a calibration counts as lost."""
+
+    measure: Measure = Field(
+        "accuracy",
+        description="When an answer counts as lost: 'accuracy' if only exact decoding's is right,"
+        " 'agreement' if it is not identical to exact decoding's, 'regret' if it gives up more than"
+        " --max-regret. The last two need no reference answers.",
+    )
+    max_regret: float | None = Field(
+        None,
+        ge=0.0,
+        description="With --measure regret, which requires it: largest regret of an answer, in nats"
+        " per token; the regrets of its fuzzy tokens divided by the number of all its tokens.",
+    )
+
+    @model_validator(mode="after")
+    def _check_measure(self) -> MeasureConfig:
+        if (self.measure == "regret") != (self.max_regret is not None):
+            raise ValueError("--measure regret and --max-regret require each other")
+        return self
+
+    @property
+    def measured(self) -> str:
+        """What is bounded, in words."""
+        if self.max_regret is None:
+            return self.measure
+        return f"answers with a regret of at most {self.max_regret:g} nats per token"
+
+
+class CalibrationConfig(EvaluationConfig, MeasureConfig):
     """How answers are decoded for calibration.
 
     The default seed differs from that of :class:`EvaluationConfig`, so that calibration and

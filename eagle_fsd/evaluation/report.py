@@ -17,6 +17,7 @@ from eagle_fsd.evaluation.agreement import agreement, changed_limit, regret_summ
 from eagle_fsd.evaluation.answer_store import Record, all_turns
 from eagle_fsd.evaluation.code_execution.execution import RunResult
 from eagle_fsd.evaluation.code_execution.programs import Program, strip_reasoning
+from eagle_fsd.evaluation.config import MeasureConfig
 from eagle_fsd.evaluation.methods import BASELINES
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.scoring import HARNESS_FILTERS, harness_match, score
@@ -259,6 +260,22 @@ def score_records(
             found[record["question_id"]] = right
         if progress is not None:
             progress(done, len(records))
+    return found
+
+
+def preserved_answers(
+    records: Sequence[Record], exact: Sequence[Record], config: MeasureConfig
+) -> dict[int | str, bool]:
+    """Return whether each answer agrees with exact decoding's, or has a small regret."""
+    theirs = {record["question_id"]: record["choices"][0]["token_ids"] for record in exact}
+    found = {}
+    for record in records:
+        (key, choice), limit = (record["question_id"], record["choices"][0]), config.max_regret
+        if limit is not None:
+            regret = sum(chain(*choice["regrets"]))
+            found[key] = regret <= limit * sum(choice["new_tokens"])
+        elif key in theirs:
+            found[key] = choice["token_ids"] == theirs[key]
     return found
 
 

@@ -32,7 +32,12 @@ from eagle_fsd.evaluation.answer_store import (
 from eagle_fsd.evaluation.answering import Answerer, PairAnswerer
 from eagle_fsd.evaluation.code_execution.execution import CachedRunner, use_sandbox
 from eagle_fsd.evaluation.completion import evaluation_template
-from eagle_fsd.evaluation.config import DEFAULT_METHODS, EvaluationConfig, EvaluationRequest
+from eagle_fsd.evaluation.config import (
+    DEFAULT_METHODS,
+    EvaluationConfig,
+    EvaluationRequest,
+    MeasureConfig,
+)
 from eagle_fsd.evaluation.html_report import html_text
 from eagle_fsd.evaluation.judge.judging import (
     judge_answers,
@@ -56,6 +61,7 @@ from eagle_fsd.evaluation.questions.sets import requested_questions
 from eagle_fsd.evaluation.report import (
     harness_accuracy,
     limit_losses,
+    preserved_answers,
     sample_records,
     score_records,
     summarize,
@@ -127,6 +133,11 @@ class Evaluation(ABC):
         self.stores: dict[str, AnswerStore] = {}
         self.scores: dict[str, dict[int | str, bool]] = {}
 
+    @property
+    def scored(self) -> bool:
+        """Whether answers are right or wrong, instead of close to exact decoding's or not."""
+        return not isinstance(self.config, MeasureConfig) or self.config.measure == "accuracy"
+
     @abstractmethod
     def describe(self, name: str, rows: int = 1) -> dict[str, Any]:
         """Return the settings of a method that its answers depend on, as JSON values.
@@ -185,11 +196,17 @@ class Evaluation(ABC):
                 progress(done, total)
 
         run = CachedRunner(self.folder / PROGRAMS_FILE, self.unsafe) if self.execute_code else None
+
+        def score_sample(found: Sequence[Record], sample: int) -> dict[int | str, bool]:
+            own = sample_records(found, sample)
+            if self.scored:
+                return score_records(self.questions, own, advance, run)
+            assert isinstance(self.config, MeasureConfig)
+            exact = sample_records(records[self.reference], sample)
+            return preserved_answers(own, exact, self.config)
+
         scores = {
-            name: [
-                score_records(self.questions, sample_records(found, sample), advance, run)
-                for sample in range(count)
-            ]
+            name: [score_sample(found, sample) for sample in range(count)]
             for name, found in records.items()
         }
         ids = {record["session"] for found in records.values() for record in found}
@@ -227,6 +244,8 @@ class Evaluation(ABC):
 
     def _unscored(self) -> str | None:
         """Return why questions have no score; None if some have one."""
+        if not self.scored:
+            return None
         kinds = {question.scored_by for question in self.questions}
         if "code" in kinds and not self.execute_code:
             return "No accuracy: the answers are code, which runs only with --execute-code."
@@ -242,10 +261,8 @@ class Evaluation(ABC):
 
     def changed_answers(self, name: str, **decoded: Any) -> dict[str, Any]:
         """Return the changed answers of a method, see :func:`compare_answers`."""
-        records = self.merge()
-        return compare_answers(
-            self.questions, records, self.scores, name, self.reference, **decoded
-        )
+        records, scores = self.merge(), self.scores if self.scored else {}
+        return compare_answers(self.questions, records, scores, name, self.reference, **decoded)
 
     def write(self, report: Report) -> None:
         """Write a report as JSON, HTML and Markdown, and its rows as CSV."""
@@ -295,10 +312,12 @@ class PairEvaluation(Evaluation):
         model = self.model
         chat = [{"role": "user", "content": "Hello!"}]
         prompt = encode_prompt(chat, model.tokenizer, self.chat_template)[0].tolist()
-        # Answers do not depend on the grader. They do not depend on the count either, but a bound
-        # that is read again and again while a run grows errs more often than it states.
+        # Answers do not depend on the grader, nor on what counts as lost. They do not depend on the
+        # count either, but a bound that is read again and again while a run grows errs more often
+        # than it states.
+        unused = {"grader", *MeasureConfig.model_fields}
         return {
-            **{key: value for key, value in self.about.items() if key != "grader"},
+            **{key: value for key, value in self.about.items() if key not in unused},
             "dtype": str(model.target.dtype),
             "device": model.target.device.type,
             "fingerprint of the chat template": _digest(prompt),

@@ -23,6 +23,7 @@ def tables(report: dict[str, Any]) -> list[Table]:
     """Return the tables of a report, without empty ones."""
     rows, sampled = report["rows"], bool(report["about"]["temperature"])
     reference, unit = report.get("reference", "exact"), "token"
+    measure = report["about"].get("measure", "accuracy")
     if report["about"].get("servers"):
         unit = "word"
     several_trees = len({tree for row in rows if (tree := tree_text(row))}) > 1
@@ -36,7 +37,7 @@ def tables(report: dict[str, Any]) -> list[Table]:
     ]
     found = [
         _table("method", rows, partial(_speed, with_tree=several_trees, reference=reference)),
-        _table("quality", rows, _quality),
+        _table("quality", rows, partial(_quality, measure=measure)),
         _table("samples", rows, partial(_samples, reference=reference)),
         _table(f"against {reference}", rows, partial(_agreement, sampled=sampled, unit=unit)),
         _table("fuzzy tokens", rows, partial(_fuzzy, comparison=report.get("comparison"))),
@@ -74,12 +75,12 @@ def _speed(row: Row, with_tree: bool, reference: str) -> dict[str, str]:
     }
 
 
-def _quality(row: Row) -> dict[str, str]:
+def _quality(row: Row, measure: str) -> dict[str, str]:
     against = row.get("against_exact", {})
     limit = against.get("loss_limit")
     return {
         "n": str(row["scored"] or row["answers"]),
-        "accuracy": _with_interval(row, "accuracy", ".1%"),
+        measure: _with_interval(row, "accuracy", ".1%"),
         "lost/gained": "{lost}/{gained}".format(**against) if "lost" in against else "",
         "loss <=": "" if limit is None else f"{points_text(limit)} points",
         "nats/token": number_text(row["log_likelihood"], ".3f"),
@@ -355,8 +356,8 @@ def footnote(report: dict[str, Any]) -> str:
         both, each = (100 * report[name] for name in ("confidence", "limit_confidence"))
         every = f" ({each:.4g}% for each)" if each > both else ""
         sentences.append(
-            f"Limits on the loss of accuracy are exact, at {both:.4g}% confidence for all methods"
-            f" at once{every}."
+            f"Limits on the loss of {about.get('measure', 'accuracy')} are exact, at {both:.4g}%"
+            f" confidence for all methods at once{every}."
         )
     if any(row.get("phase_shares") for row in report["rows"]):
         sentences.append("Phases are shares of the decoding time, without the prefill.")

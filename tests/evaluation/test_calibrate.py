@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sample_report import make_report, make_row
-from stub_judge import StubJudge, pairwise_request
+from stub_judge import StubJudge, pairwise_request, write_lines
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
@@ -43,6 +43,7 @@ from eagle_fsd.evaluation.config import (
 from eagle_fsd.evaluation.markdown_report import report_text
 from eagle_fsd.evaluation.methods import Method
 from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.evaluation.questions.sets import requested_questions
 from eagle_fsd.evaluation.selection import (
     CALIBRATED_RULES,
     Setting,
@@ -60,6 +61,7 @@ from eagle_fsd.evaluation.tuning.prediction import Candidate
 from eagle_fsd.evaluation.tuning.search import TreePlan
 from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model.config import Settings, read_settings
+from eagle_fsd.utils.files import read_jsonl
 
 Run = Callable[..., tuple[int, str, str]]
 Row = dict[str, Any]
@@ -257,7 +259,7 @@ def test_what_cannot_be_calibrated_is_rejected_early(run: Run) -> None:
     ):
         assert str(check_questions(LossBounds(max_drop=max_drop), scored, False)).endswith(warning)
     for asked, words in (
-        (questions(1), "have no score"),
+        (questions(1), "have no score.*--measure agreement"),
         ([Question(0, "c", ("?",), "code", "")], "--execute-code"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -273,6 +275,7 @@ def test_what_cannot_be_calibrated_is_rejected_early(run: Run) -> None:
         (("--for", "tensorrt-llm", "--install"), "cannot hold tensorrt-llm's settings"),
         (("--drafter", "nowhere", "--install"), "--install requires a drafter in a local folder"),
         (("--thresholds", "0"), "threshold above 0"),
+        (("--measure", "regret"), "--max-regret require each other"),
     ):
         status, _, errors = run("calibrate", *options)
         assert (status, words in errors, len(errors.splitlines())) == (2, True, 1)
@@ -310,14 +313,18 @@ def test_a_folder_holds_one_calibration(tmp_path: Path) -> None:
     """More questions would move some from one stage to the other, and other bounds test others."""
     asked, folder = questions(40), tmp_path / "out"
     names = [Method("T=0.1"), Method("acc 0.5")]
-    check_folder(folder, *split_questions(asked[:8]), names, False)
-    check_folder(folder, *split_questions(asked[:20]), names, False)  # nothing measured so far
+    check_folder(folder, *split_questions(asked[:8]), names, False, CONFIG)
+    # Nothing is measured so far.
+    check_folder(folder, *split_questions(asked[:20]), names, False, CONFIG)
     (folder / "trees.json").touch()
-    check_folder(folder, *split_questions(asked[:20]), names, False)
+    check_folder(folder, *split_questions(asked[:20]), names, False, CONFIG)
     words = r"another --count.* output folder, and with --skip or --seed other questions"
     for count, chosen, compiled in ((40, names, False), (20, names[:1], False), (20, names, True)):
         with pytest.raises(ValueError, match=words):
-            check_folder(folder, *split_questions(asked[:count]), chosen, compiled)
+            check_folder(folder, *split_questions(asked[:count]), chosen, compiled, CONFIG)
+    agreement = CONFIG.updated(measure="agreement")
+    with pytest.raises(ValueError, match="another --compile or --measure"):
+        check_folder(folder, *split_questions(asked[:20]), names, False, agreement)
     assert not read_tests(folder, BOUNDS)
     fixed = {"bounds": BOUNDS.model_dump(), "exact": TREE.model_dump(), "tests": ["b", "a"]}
     (folder / "tests.json").write_text(json.dumps(fixed))
@@ -421,19 +428,6 @@ def test_the_next_setting_is_tested_if_the_first_one_fails(
     assert read_settings(tmp_path / "30" / "fsd.json").acceptance["selection"] == "priced"
 
 
-def test_exact_decoding_is_saved_if_nothing_is_selected(
-    machine: Machine, predict: Callable[..., None], tmp_path: Path, caplog: Any
-) -> None:
-    """No number of questions shows that nothing is lost."""
-    with caplog.at_level(logging.WARNING):
-        found = calibrated(EvaluationRequest(count=8, out=tmp_path), 0.0)
-    assert found.chosen == "exact"
-    assert read_settings(tmp_path / "fsd.json").acceptance["threshold"] == 0.0
-    assert "6 fresh questions cannot show a loss" in caplog.text
-    assert "none of 9 settings" in found.conclusion
-    assert machine.answered[-1][0] == ["exact"]
-
-
 def test_settings_for_other_engines(
     machine: Machine,
     predict: Callable[..., None],
@@ -493,6 +487,42 @@ def tested(monkeypatch: pytest.MonkeyPatch, predict: Callable[..., None]) -> Non
     """Test the predicted setting, however its speed is measured."""
     monkeypatch.setattr(calibration, "choose_tests", lambda rows, *_: rows)
     monkeypatch.setattr(calibration, "RACE_GROUPS", 2)
+
+
+@pytest.mark.usefixtures("fresh_accelerator", "tested")
+def test_questions_without_references_certify_agreement_and_regret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(calibration, "draw_figures", lambda *_: None)
+    file = tmp_path / "questions.jsonl"
+    asked = requested_questions(EvaluationRequest(count=15), seed=1)
+    write_lines(file, [{"question_id": item.question_id, "turns": item.turns} for item in asked])
+    request = EvaluationRequest(questions=str(file), out=tmp_path / "agreement")
+    with caplog.at_level(logging.WARNING):
+        found = calibrated(request, 20.0, CONFIG.updated(measure="agreement", max_new_tokens=32))
+    against = found.report["selection"][1]["against_exact"]
+    changed = against["agreement"]["answers"] - against["agreement"]["identical"]
+    assert (against["lost"], against["gained"], against["paired"]) == (changed, 0, 3)
+    assert changed == 3  # which is too many
+    assert (found.chosen, found.report["unscored"]) == ("exact", None)
+    assert "none of 9 settings" in found.conclusion
+    assert found.table[0][3] == "agreement"
+    assert read_settings(tmp_path / "agreement" / "fsd.json").acceptance["threshold"] == 0.0
+    assert "12 fresh questions cannot show a loss" in caplog.text
+    out = tmp_path / "regret"
+    request, config = request.updated(out=out), CONFIG.updated(measure="regret", max_regret=0.013)
+    found = calibrated(request, 50.0, config)
+    choices = [item["choices"][0] for item in read_jsonl(out / f"{CHOSEN}.jsonl")]
+    lost = sum(sum(item["regrets"][0]) > 0.013 * item["new_tokens"][0] for item in choices)
+    assert 0 < lost < len(choices) == 12
+    settings = read_settings(out / "fsd.json")
+    assert settings.certificate is not None
+    certificate = settings.certificate
+    assert (certificate.lost, certificate.gained, certificate.questions) == (lost, 0, 12)
+    name = "answers with a regret of at most 0.013 nats per token"
+    assert certificate.measure == f"{name} on questions.jsonl"
+    assert f"points of {name} relative" in found.conclusion
+    assert found.report["calibration"]["about"]["accuracy_exact"] == 1.0
 
 
 @pytest.mark.slow

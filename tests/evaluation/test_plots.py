@@ -126,23 +126,16 @@ def test_points_are_relative_to_exact_decoding() -> None:
     assert low == pytest.approx(90 - 100 * loss_bound(4, 2, 100, 0.975))
     assert high == pytest.approx(90 + 100 * loss_bound(2, 4, 100, 0.975))
     assert points([lossy]) == []
-
-
-def test_points_count_all_samples_of_each_answer() -> None:
-    """The first samples lose 8 and gain 2 of 100, all of them together gain half a point."""
-    exact, row = make_row("exact", 1.0), make_row("a", 1.5, lost=8, gained=2)
+    # All samples of each answer gain half a point, although the first ones lose 8 and gain 2.
+    row = make_row("a", 1.5, lost=8, gained=2)
     row["samples"] = {"accuracy_change": 0.005, "accuracy_change_interval": (-0.02, 0.2)}
-    _, point = points([exact, row])
-    assert point.quality == pytest.approx(90.5)
-    assert point.quality_interval == pytest.approx((88.0, 100.0))
-
-
-def test_points_without_accuracies_are_log_probabilities() -> None:
-    rows = [make_row("exact", 1.0, scored=False), make_row("a", 1.5, scored=False)]
-    exact, other = points(rows)
-    assert exact.quality == -0.5
-    assert other.quality == pytest.approx(-0.6)
-    assert other.quality_interval == pytest.approx((-0.65, -0.55))
+    _, sampled = points([exact, row])
+    assert sampled.quality == pytest.approx(90.5)
+    assert sampled.quality_interval == pytest.approx((88.0, 100.0))
+    # Without accuracies, qualities are log-probabilities.
+    first, second = points([make_row(name, 1.0, scored=False) for name in ("exact", "a")])
+    assert (first.quality, second.quality) == pytest.approx((-0.5, -0.6))
+    assert second.quality_interval == pytest.approx((-0.65, -0.55))
 
 
 def test_the_front_omits_only_what_is_clearly_beaten() -> None:
