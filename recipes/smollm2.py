@@ -65,6 +65,8 @@ BENCHMARKS = (
 )
 #: First chats, which are not trained on: their questions select the settings.
 TUNING_CHATS = 128
+#: Nats per token that the calibrated setting may give up in an answer.
+MAX_REGRET = 0.05
 #: Heads by stage. The target's projection has 49,152 rows, which every level of a draft tree reads;
 #: an EAGLE-3 head contains its rows, and 16 MB hold 4,096.
 CONFIGS = {
@@ -257,6 +259,8 @@ class Recipe:
             "--max-new-tokens": min(256, self.scale.max_new_tokens),
             "--count": self.scale.questions,
         }
+        if command == "calibrate":  # the questions have no references
+            options |= {"--measure": "regret", "--max-regret": MAX_REGRET}
         words += [str(word) for option in options.items() for word in option]
         subprocess.run(words, check=True)
 
