@@ -6,6 +6,7 @@ Both rest on shapes that depend only on the number of rows, of visible slots, an
 from __future__ import annotations
 
 import logging
+import sys
 import sysconfig
 import threading
 import time
@@ -44,6 +45,9 @@ GRAPH_DEVICES = ("cuda",)
 MAX_GRAPHS, MAX_SEEN = 64, 256
 #: Steps with the same shapes that run before one is captured.
 EAGER_STEPS = 3
+#: Seconds after which a thread that traces passes yields to those that decode meanwhile, which wait
+#: for it at every operation.
+SWITCH_INTERVAL = 5e-5
 #: Eager decoding with one row after which passes are compiled in the background: about as long as
 #: compiling takes, so that it costs at most as much as decoding has.
 BACKGROUND_SECONDS = 60.0
@@ -218,7 +222,8 @@ class BackgroundCompiler:
     @staticmethod
     def _run(compile_steps: Callable[[], None]) -> None:
         log.info("compiling in the background; meanwhile, answers are decoded without it")
-        begin = time.perf_counter()
+        begin, interval = time.perf_counter(), sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_INTERVAL)
         try:
             compile_steps()
             seconds = time.perf_counter() - begin
@@ -226,6 +231,7 @@ class BackgroundCompiler:
         except Exception as error:
             log.warning("not compiled: %s: %s", type(error).__name__, one_line(error))
         finally:
+            sys.setswitchinterval(interval)
             _tracing.clear()
 
 
