@@ -73,7 +73,9 @@ def test_connections_without_a_request_are_closed(port: int) -> None:
     assert all(HEAD_TIMEOUT / 2 < item < 10 * HEAD_TIMEOUT for item in found), found
 
 
-def test_longest_waiting_connection_makes_room(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oldest_connections_are_closed_at_the_limit(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connections, "HEAD_TIMEOUT", 60)
     for data in (b"", HEAD, BODY):
         sockets = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -197,6 +198,7 @@ def test_background_compilation(
     """Enough decoding starts it; it never delays an answer, and the next ones use it."""
     traced: list[str] = []
     tracing, proceed = threading.Event(), threading.Event()
+    interval = sys.getswitchinterval()
 
     def backend(graph: torch.fx.GraphModule, _: Any, **__: Any) -> Callable[..., Any]:
         traced.append(threading.current_thread().name)
@@ -221,8 +223,10 @@ def test_background_compilation(
         decode(200)
     assert tracing.wait(60)
     decode(200)  # while the thread waits
+    assert sys.getswitchinterval() < interval  # decoding waits less for it
     proceed.set()
     pair._background.wait()
+    assert sys.getswitchinterval() == interval
     count = len(traced)
     decode(200)
     assert traced == ["compilation"] * count  # no other thread compiled

@@ -36,8 +36,7 @@ raised probability reaches ``max p``.
 
 from __future__ import annotations
 
-from eagle_fsd.model.acceptance.draws import BudgetRule, MixtureRule, TargetRule
-from eagle_fsd.model.acceptance.draws import DrawnRule as DrawnRule
+from eagle_fsd.model.acceptance.draws import BudgetRule, DrawnRule, MixtureRule, TargetRule
 from eagle_fsd.model.acceptance.thresholds import (
     CascadeRule,
     DeferredRule,
@@ -48,11 +47,30 @@ from eagle_fsd.model.acceptance.thresholds import (
     TopKRule,
     TypicalRule,
 )
-from eagle_fsd.model.acceptance.wrappers import DelayedRule, LimitedRule
-from eagle_fsd.model.acceptance.wrappers import PhaseRule as PhaseRule
-from eagle_fsd.model.acceptance.wrappers import WrappedRule as WrappedRule
+from eagle_fsd.model.acceptance.wrappers import DelayedRule, LimitedRule, PhaseRule, WrappedRule
 from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.model.verify import AcceptanceRule
+
+__all__ = [
+    "RULES",
+    "BudgetRule",
+    "CascadeRule",
+    "DeferredRule",
+    "DelayedRule",
+    "DrawnRule",
+    "ExactRule",
+    "FuzzyRule",
+    "LimitedRule",
+    "MarginRule",
+    "MixtureRule",
+    "PhaseRule",
+    "RegretRule",
+    "TargetRule",
+    "TopKRule",
+    "TypicalRule",
+    "WrappedRule",
+    "rule_for",
+]
 
 #: Rules from the literature by name: with published values, if any, and with stricter or looser
 #: ones. (SGLang's two rules, ``single`` and ``acc``, are off by default. In greedy decoding,
