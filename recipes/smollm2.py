@@ -96,7 +96,7 @@ class Scale:
     chats: int = 600
     answers: int = 300
     max_new_tokens: int = 512
-    batch_size: int = 32
+    batch_size: int = 96
     max_steps: int | None = None
     questions: int = 80
     curve: tuple[int, ...] = (100_000, 300_000, 1_000_000, 3_000_000)
