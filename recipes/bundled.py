@@ -18,8 +18,7 @@ from typing import Any
 from eagle_fsd.bundled import BUNDLED
 from eagle_fsd.model.config import SETTINGS_FILE
 from eagle_fsd.train.chat_file import write_chats
-from eagle_fsd.train.config import FeaturesRequest, TrainConfig, TrainRequest
-from eagle_fsd.train.feature_store import store_features
+from eagle_fsd.train.config import TrainConfig, TrainRequest
 from eagle_fsd.train.training_folder import TrainingFolder
 from recipes.compare_heads import compare_heads
 from recipes.draft_model import CARD, CHAIN_OPTIONS, DraftModelConfig, train_draft_model
@@ -30,17 +29,21 @@ from recipes.target import TargetConfig, train_target
 STAGES = ("target", "head", "eagle3", "draft-model", "card")
 #: Number of chats that the heads are trained on.
 HEAD_CHATS = 3000
-#: Hyperparameters of the EAGLE-3 head. It can draft all 407 tokens that occur in the answers. When
-#: trained with two runs, its drafts were accepted much less often from the third token on.
-EAGLE3_CONFIG = TrainConfig(
-    head_type="eagle3",
-    draft_vocab_size=416,
-    fc_norm=True,
-    norm_output=True,
-    epochs=7,
-    batch_size=8,
-    unroll=5,
-)
+#: Hyperparameters of the heads by stage, ``head`` with the defaults of ``eagle-fsd train``. The
+#: EAGLE-3 head can draft all 407 tokens that occur in the answers. When trained with two runs, its
+#: drafts were accepted much less often from the third token on.
+HEADS = {
+    "head": TrainConfig(),
+    "eagle3": TrainConfig(
+        head_type="eagle3",
+        draft_vocab_size=416,
+        fc_norm=True,
+        norm_output=True,
+        epochs=7,
+        batch_size=8,
+        unroll=5,
+    ),
+}
 #: Number of unseen problems that the pair is measured on.
 CARD_PROBLEMS = 500
 
@@ -63,10 +66,9 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     if "target" in stages:
         train_target(TargetConfig(), options.work / "target", options.out / "target")
-    if "head" in stages:
-        train_head(options.out / "target", options.work, options.out / "head")
-    if "eagle3" in stages:
-        train_eagle3(options.out / "target", options.work, options.out / "eagle3")
+    for stage in HEADS:
+        if stage in stages:
+            train_head(stage, options.work, options.out)
     if "draft-model" in stages:
         work, out = options.work / "draft_model", options.out / "draft_model"
         train_draft_model(DraftModelConfig(), options.out / "target", work, out)
@@ -74,20 +76,17 @@ def main() -> None:
         write_cards(options.out)
 
 
-def train_head(target: Path, work: Path, out: Path) -> None:
-    """Train the head as ``eagle-fsd train`` does by default."""
-    data, folder = write_chats(work / "chats.jsonl", HEAD_CHATS), TrainingFolder(work / "head")
-    request = TrainRequest(data=data, out=folder.path, target=target, resume=folder.exists)
-    train_and_save(request, TrainConfig(), out)
-
-
-def train_eagle3(target: Path, work: Path, out: Path) -> None:
-    """Train the EAGLE-3 head on stored features."""
-    data, features = write_chats(work / "chats.jsonl", HEAD_CHATS), work / "features"
-    store_features(FeaturesRequest(data=data, out=features, target=target, head_type="eagle3"))
-    folder = TrainingFolder(work / "eagle3")
-    request = TrainRequest(features=features, out=folder.path, target=target, resume=folder.exists)
-    train_and_save(request, EAGLE3_CONFIG, out)
+def train_head(stage: str, work: Path, out: Path) -> None:
+    """Train a head, EAGLE-3 on stored features."""
+    data, folder = write_chats(work / "chats.jsonl", HEAD_CHATS), TrainingFolder(work / stage)
+    request = TrainRequest(
+        data=data,
+        out=folder.path,
+        target=out / "target",
+        resume=folder.exists,
+        store_features=stage == "eagle3",
+    )
+    train_and_save(request, HEADS[stage], out / stage)
 
 
 def write_cards(out: Path) -> None:
