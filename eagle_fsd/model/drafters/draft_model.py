@@ -98,9 +98,6 @@ class DraftModel(LevelDrafter):
     def layout(self) -> Layout:
         return self._inner.layout
 
-    def new_cache(self, rows: int, length: int) -> TreeCache:
-        return self._inner.new_cache(rows, length)
-
     def start(self, tree: TreeConfig, draw: Draw | None) -> LevelState:
         with _naming(self.model):
             check_target(self._inner)

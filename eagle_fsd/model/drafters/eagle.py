@@ -23,7 +23,7 @@ from typing_extensions import Self
 
 from eagle_fsd.model.attention import config_groups, fold_mask
 from eagle_fsd.model.cache import TreeCache, additive_mask
-from eagle_fsd.model.drafters.heads import DraftHead, decoder_layers
+from eagle_fsd.model.drafters.heads import DraftHead, decoder_layers, layer_options
 from eagle_fsd.model.plain_layers import attend, feed_forward, norm
 from eagle_fsd.model.target import LAST, Target
 from eagle_fsd.model.weights import whole
@@ -95,7 +95,8 @@ class EagleHead(DraftHead):
         cache = self.new_cache(1, 2)
         cache.place(positions, cache.keys(2, self.device))
         mask = fold_mask(hidden.new_zeros(1, 1, 2, 2), self.groups)
-        self._run_layer(hidden, positions, mask, cache, self.embed_positions(positions))
+        rotary = self.embed_positions(positions)
+        self._run_layers(hidden, hidden, layer_options(positions, mask, cache, rotary))
 
     @property
     def vocab_size(self) -> int:
@@ -129,51 +130,30 @@ class EagleHead(DraftHead):
         rows = None if self._row_weights is None else (self._row_weights, self._row_bias)
         return F.log_softmax(self.target.project(hidden, rows), dim=-1)
 
-    def fuse(self, features: Tensor) -> Tensor:
-        return features
+    def _run_layers(self, x: Tensor, embedded: Tensor, options: dict[str, Any]) -> Tensor:
+        if options["attention_mask"] is None and self._needs_mask:
+            length = x.shape[1]
+            causal = torch.ones(1, length, length, dtype=torch.bool, device=self.device).tril()
+            options = {**options, "attention_mask": additive_mask(causal, self.dtype)}
+        predicted: Tensor = self.layers[0](self._project(x, embedded), **options)
+        return predicted
 
-    def carry(self, hidden: Tensor) -> Tensor:
-        return hidden
-
-    def forward(
+    def _run_plain(
         self,
         x: Tensor,
-        tokens: Tensor,
-        positions: Tensor,
-        mask: Tensor | None = None,
-        cache: TreeCache | None = None,
-        rotary: tuple[Tensor, ...] | None = None,
+        embedded: Tensor,
+        rotary: tuple[Tensor, ...],
+        mask: Tensor,
+        cache: TreeCache,
     ) -> Tensor:
-        if mask is None and self._needs_mask:
-            length = tokens.shape[1]
-            causal = torch.ones(1, length, length, dtype=torch.bool, device=self.device).tril()
-            mask = additive_mask(causal, self.dtype)
-        hidden = self.fc(torch.cat([self.embed(tokens), x.to(self.dtype)], -1))
-        if not (self.plain and isinstance(cache, TreeCache) and mask is not None):
-            rotary = self.embed_positions(positions) if rotary is None else rotary
-            return self._run_layer(hidden, positions, mask, cache, rotary)
-        rotary = self.rotate(positions) if rotary is None else rotary
         layer: Any = self.layers[0]
+        hidden = self._project(x, embedded)
         y = hidden + attend(layer.self_attn, hidden, rotary, mask, cache)
         return y + feed_forward(layer.mlp, norm(layer.post_attention_layernorm, y))
 
-    def _run_layer(
-        self,
-        hidden: Tensor,
-        positions: Tensor,
-        mask: Tensor | None,
-        cache: TreeCache | None,
-        rotary: tuple[Tensor, ...],
-    ) -> Tensor:
-        predicted: Tensor = self.layers[0](
-            hidden,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            position_embeddings=rotary if len(rotary) > 1 else rotary[0],
-        )
-        return predicted
+    def _project(self, x: Tensor, embedded: Tensor) -> Tensor:
+        projected: Tensor = self.fc(torch.cat([embedded, x.to(self.dtype)], -1))
+        return projected
 
 
 def _equal(first: Tensor | None, second: Tensor | None) -> bool:

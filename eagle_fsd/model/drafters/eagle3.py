@@ -229,26 +229,7 @@ class Eagle3Head(DraftHead):
             return F.log_softmax(self.target.project(normed), dim=-1)
         return F.log_softmax(self.lm_head(normed).float(), dim=-1)
 
-    def forward(
-        self,
-        x: Tensor,
-        tokens: Tensor,
-        positions: Tensor,
-        mask: Tensor | None = None,
-        cache: TreeCache | None = None,
-        rotary: tuple[Tensor, ...] | None = None,
-    ) -> Tensor:
-        embedded = self.embed(tokens)
-        if self.plain and isinstance(cache, TreeCache) and mask is not None:
-            rotary = self.rotate(positions) if rotary is None else rotary
-            return self._run_plain(x, embedded, rotary, mask, cache)
-        options = {
-            "attention_mask": mask,
-            "position_ids": positions,
-            "past_key_values": cache,
-            "use_cache": cache is not None,
-            "position_embeddings": self.embed_positions(positions) if rotary is None else rotary,
-        }
+    def _run_layers(self, x: Tensor, embedded: Tensor, options: dict[str, Any]) -> Tensor:
         z: Tensor = self.layers[0](x, embedded, **options)
         for layer in self.layers[1:]:
             z = layer(z, **options)
@@ -262,7 +243,6 @@ class Eagle3Head(DraftHead):
         mask: Tensor,
         cache: TreeCache,
     ) -> Tensor:
-        """Run the layers, see :mod:`~eagle_fsd.model.plain_layers`."""
         layers: Any = self.layers
         for index, layer in enumerate(layers):
             normed = norm(layer.input_layernorm if index else layer.hidden_norm, x)

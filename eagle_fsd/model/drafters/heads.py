@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,15 +103,14 @@ class DraftHead(nn.Module, LevelDrafter):
             return embedded  # a conversion takes time even if it changes nothing
         return embedded.to(weight)
 
-    @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
         """Convert the target's hidden states ``[B, S, F]`` to the head's input ``[B, S, H]``."""
+        return features
 
-    @abstractmethod
     def carry(self, hidden: Tensor) -> Tensor:
         """Convert the head's output ``[..., H]`` to its input at the next token."""
+        return hidden
 
-    @abstractmethod
     def forward(
         self,
         x: Tensor,
@@ -127,13 +127,31 @@ class DraftHead(nn.Module, LevelDrafter):
         over ``S``. :meth:`TreeCache.place` has been called on ``cache``, and ``rotary`` is by
         default the result of :meth:`rotate` for the positions.
         """
+        embedded = self.embed(tokens)
+        if self.plain and isinstance(cache, TreeCache) and mask is not None:
+            rotary = self.rotate(positions) if rotary is None else rotary
+            return self._run_plain(x, embedded, rotary, mask, cache)
+        rotary = self.embed_positions(positions) if rotary is None else rotary
+        return self._run_layers(x, embedded, layer_options(positions, mask, cache, rotary))
+
+    @abstractmethod
+    def _run_layers(self, x: Tensor, embedded: Tensor, options: dict[str, Any]) -> Tensor:
+        """Run the layers of transformers, with their keyword arguments."""
+
+    @abstractmethod
+    def _run_plain(
+        self,
+        x: Tensor,
+        embedded: Tensor,
+        rotary: tuple[Tensor, ...],
+        mask: Tensor,
+        cache: TreeCache,
+    ) -> Tensor:
+        """Run the same layers by their parts, see :mod:`~eagle_fsd.model.plain_layers`."""
 
     @property
     def layout(self) -> Layout:
         return self._layout
-
-    def new_cache(self, rows: int, length: int) -> TreeCache:
-        return TreeCache(rows, length, self._layout)
 
     def append(
         self,
@@ -181,6 +199,19 @@ class DraftHead(nn.Module, LevelDrafter):
         mask = fold_mask(mask, self.groups)
         x = self.carry(hidden)
         return self.forward(x, tokens, positions, mask=mask, cache=cache, rotary=rotary)
+
+
+def layer_options(
+    positions: Tensor, mask: Tensor | None, cache: TreeCache | None, rotary: tuple[Tensor, ...]
+) -> dict[str, Any]:
+    """Return the keyword arguments of a decoder layer."""
+    return {
+        "attention_mask": mask,
+        "position_ids": positions,
+        "past_key_values": cache,
+        "use_cache": cache is not None,
+        "position_embeddings": rotary if len(rotary) > 1 else rotary[0],
+    }
 
 
 def decoder_layers(

@@ -174,7 +174,7 @@ class Drafter(ABC):
 
     def new_cache(self, rows: int, length: int) -> TreeCache:
         """Create a cache for ``rows`` rows of ``length`` slots, see :meth:`cache_length`."""
-        raise NotImplementedError
+        return TreeCache(rows, length, self.layout)
 
 
 class NoDrafter(Drafter):

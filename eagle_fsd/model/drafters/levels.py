@@ -102,9 +102,6 @@ class LevelDrafter(Drafter):
         """Check the maximum number of tokens in a row, prompt included; by default, any is fine."""
         return
 
-    @abstractmethod
-    def new_cache(self, rows: int, length: int) -> TreeCache: ...
-
     def max_nodes(self, tree: TreeConfig) -> int:
         return tree.total_tokens
 
