@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from itertools import chain
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -73,14 +74,9 @@ class _Walk:
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
             self._add_tensor(value)
-        elif isinstance(value, dict):
+        elif isinstance(value, (dict, list, tuple, set, frozenset)):
             self.found.append(len(value))
-            for key, item in value.items():
-                self.add(key)
-                self.add(item)
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            self.found.append(len(value))
-            for item in value:
+            for item in chain.from_iterable(value.items()) if isinstance(value, dict) else value:
                 self.add(item)
         elif isinstance(value, partial):
             self._add_function(value.func)

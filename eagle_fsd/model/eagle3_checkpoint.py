@@ -170,10 +170,7 @@ def save_eagle3(
         if rule is not None:
             raise ValueError("the eagle layout declares no acceptance rule")
         config = _eagle_layout(head, layers)
-        weights = {
-            name.replace(FIRST_LAYER, MIDLAYER, 1) if name.startswith(FIRST_LAYER) else name: tensor
-            for name, tensor in weights.items()
-        }
+        weights = _renamed(weights, FIRST_LAYER, MIDLAYER)
     config["draft_vocab_size"] = head.draft_vocab_size
     config["target_hidden_size"] = head.target_hidden_size
     write_head(path, config, weights, dtype=dtype, binary=binary)
@@ -255,13 +252,18 @@ def declared_rule(path: str | Path, token: str | None = None) -> TopKRule | None
 
 def _canonical(path: str | Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the first layer as in :class:`Eagle3Head`."""
-    renamed = {
-        name.replace(MIDLAYER, FIRST_LAYER, 1) if name.startswith(MIDLAYER) else name: tensor
-        for name, tensor in weights.items()
-    }
+    renamed = _renamed(weights, MIDLAYER, FIRST_LAYER)
     if len(renamed) < len(weights):
         raise CheckpointError(f"{path} holds tensors of both {MIDLAYER}* and {FIRST_LAYER}*")
     return renamed
+
+
+def _renamed(weights: Mapping[str, Tensor], old: str, new: str) -> dict[str, Tensor]:
+    """Replace a prefix of names."""
+    return {
+        new + name.removeprefix(old) if name.startswith(old) else name: tensor
+        for name, tensor in weights.items()
+    }
 
 
 def _flags(values: Mapping[str, Any]) -> Eagle3Flags:

@@ -86,15 +86,13 @@ class Engine:
         tree: TreeConfig,
         draw: Draw | None = None,
         caches: RowCaches | None = None,
-        clock: PhaseClock | None = None,
         execution: ExecutionOptions | None = None,
         batch_trees: Mapping[int, TreeConfig] | None = None,
     ) -> None:
         self.target, self.drafter, self.tree = target, drafter, tree
         self._trees = {0: tree, **(batch_trees or {})}
         self.caches = caches or RowCaches()
-        clock = clock or PhaseClock(target.device)
-        self.execution = Execution(target, execution or ExecutionOptions(), clock)
+        self.execution = Execution(target, execution or ExecutionOptions())
         self._draw = draw
         self.rows: list[Answer] = []
         trees = self._trees.values()

@@ -48,8 +48,8 @@ class ExecutionOptions:
 class Execution:
     """Runs the steps of one engine; :meth:`plan` decides how, whenever the rows change."""
 
-    def __init__(self, target: Target, options: ExecutionOptions, clock: PhaseClock) -> None:
-        self.target, self.options, self.clock = target, options, clock
+    def __init__(self, target: Target, options: ExecutionOptions) -> None:
+        self.target, self.options, self.clock = target, options, PhaseClock(target.device)
         self.background = options.background
         self.compiled_rows = options.compiled_rows
         self.overlaps = False  # whether the next step may start before this one has been read

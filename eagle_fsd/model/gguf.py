@@ -14,10 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from filelock import FileLock
 from huggingface_hub import list_repo_files
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME
@@ -150,10 +155,12 @@ def _convert(file: Path, folder: Path) -> None:
             f" {format_bytes(free)} free; set XDG_CACHE_HOME to another folder"
         )
     log.warning("converting %s, once, to %s (%s)", file, folder.with_suffix(""), format_bytes(size))
-    if hasattr(transformers, "GgufConfig"):  # versions that would keep the weights quantized
-        source["quantization_config"] = transformers.GgufConfig(dequantize=True)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        **source, config=config, dtype=torch.float32, output_loading_info=True
+        **source,
+        config=config,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+        output_loading_info=True,
     )
     model: Any = loaded[0]
     if missing := sorted(loaded[1]["missing_keys"]):  # Hugging Face initializes them at random
@@ -165,7 +172,6 @@ def _convert(file: Path, folder: Path) -> None:
     model.hf_quantizer = None
     model.config.__dict__.pop("quantization_config", None)
     model.save_pretrained(folder)
-    source.pop("quantization_config", None)
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
     # What `dtype="auto"` stands for, the default on a GPU: the values in the file have few bits.
     values = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))

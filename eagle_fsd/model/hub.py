@@ -43,7 +43,4 @@ def find_file(name: str | Path, file: str, token: str | None = None) -> str | No
             ) from error
         except HfHubHTTPError:
             pass  # there is no such file or no such repository, or it is not accessible
-    found: str | None = cached_file(
-        name, file, token=token, _raise_exceptions_for_missing_entries=False
-    )
-    return found
+    return cached_file(name, file, token=token, _raise_exceptions_for_missing_entries=False)

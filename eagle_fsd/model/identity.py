@@ -40,32 +40,23 @@ def warn_of_other_models(
     settings: Settings, target: nn.Module, drafter: Drafter, dtype: torch.dtype
 ) -> bool:
     """Warn of each model or data type that settings were not calibrated for; return if any is."""
-    found = False
-    advice = "run eagle-fsd calibrate, or pass --threshold 0"
-    for kind, recorded, model in (
-        ("target", settings.target, target),
-        ("drafter", settings.drafter, drafter),
-    ):
-        if recorded is not None and differs(recorded, model, dtype):
-            found = True
-            log.warning(
-                "the settings were calibrated for another %s (%s): no bound on the loss holds"
-                " for this one; %s",
-                kind,
-                recorded.name,
-                advice,
-            )
+    problems = [
+        f"for another {kind} ({recorded.name}): no bound on the loss holds for this one"
+        for kind, recorded, model in (
+            ("target", settings.target, target),
+            ("drafter", settings.drafter, drafter),
+        )
+        if recorded is not None and differs(recorded, model, dtype)
+    ]
     own, calibrated = str(dtype).removeprefix("torch."), settings.target
     if not settings.lossless and calibrated is not None and calibrated.dtype != own:
-        found = True
-        log.warning(
-            "the settings were calibrated in %s, but the target is in %s: no bound on the loss"
-            " holds; %s",
-            calibrated.dtype,
-            own,
-            advice,
+        problems.append(
+            f"in {calibrated.dtype}, but the target is in {own}: no bound on the loss holds"
         )
-    return found
+    for problem in problems:
+        advice = "run eagle-fsd calibrate, or pass --threshold 0"
+        log.warning("the settings were calibrated %s; %s", problem, advice)
+    return bool(problems)
 
 
 def fingerprint(model: nn.Module | Drafter) -> str:

@@ -34,14 +34,11 @@ class ProbeRecord:
 class DivergenceProbe(AcceptanceRule):
     """An exact acceptance rule that appends a :class:`ProbeRecord` to ``records`` at every step."""
 
+    capturable = False  # the number of recorded nodes varies
+
     def __init__(self, divergences: Sequence[str] = ("js",)) -> None:
         self.rules = {name: FuzzyRule(threshold=0.0, divergence=name) for name in divergences}
         self.records: list[ProbeRecord] = []
-
-    @property
-    def capturable(self) -> bool:
-        """False, because the number of recorded nodes varies."""
-        return False
 
     def gate(self, inputs: VerificationInputs) -> Tensor:
         """Record the step and keep the gate closed everywhere; see :meth:`AcceptanceRule.gate`."""

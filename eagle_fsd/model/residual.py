@@ -26,6 +26,8 @@ vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -33,91 +35,79 @@ from eagle_fsd.model.divergence import LOG_FLOOR
 from eagle_fsd.model.vocabulary import Distributions, chunks, draw, exp
 
 
-def verify_tokens(
-    target: Distributions,
-    draft: Distributions,
-    token_ids: Tensor | None,
-    drafted: Tensor,
-    uniform: Tensor,
-) -> Tensor:
-    """Choose the target's sample at every node but the last, token by token: ``[B, N - 1]``.
+@dataclass(frozen=True)
+class SampledChain:
+    """A chain whose tokens were sampled, and both models' distributions on it.
 
     ``target`` and ``draft`` are the distributions after temperature, top-k and top-p; row ``i`` of
     the draft's is that of node ``i``. ``token_ids`` ``[D]`` are the target's tokens for the
     draft's, None if they are the same, ``drafted`` ``[B, N - 1]`` the token sampled at each node,
     as a token of the target, and ``uniform`` ``[2, B, N]`` float64 random numbers in ``[0, 1)``.
     """
-    ratio = _log_ratio(target, draft, token_ids, drafted).exp()
-    weight = torch.ones_like(ratio)
-    token, _ = _residuals(target, draft, token_ids, weight, uniform[1, :, :-1])
-    return torch.where(uniform[0, :, :-1] < ratio, drafted, token)
+
+    target: Distributions
+    draft: Distributions
+    token_ids: Tensor | None
+    drafted: Tensor
+    uniform: Tensor
+
+    def log_ratio(self) -> Tensor:
+        """Return ``[B, N - 1]``: ``log p(x) - log q(x)`` of the drafted tokens."""
+        index, own = self.drafted, self.token_ids
+        nodes = torch.arange(index.shape[1], device=index.device).expand_as(index)
+        if own is not None:  # the draft's token for each of the target's
+            inverse = torch.zeros(self.target.logits.shape[-1], dtype=torch.long, device=own.device)
+            index = inverse.scatter_(0, own, torch.arange(len(own), device=own.device))[index]
+        log_p = self.target.log_prob(nodes, self.drafted).clamp_min(LOG_FLOOR)
+        return log_p - self.draft.log_prob(nodes, index)
+
+    def residuals(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample from ``max(w p - q, 0)`` at every node but the last; return its mass, too.
+
+        All are ``[B, N - 1]``. Where the distributions are equal up to rounding and the mass is 0,
+        the sample is one from ``p``; it is then needed with a probability of about the rounding
+        error.
+        """
+        nodes = torch.arange(weight.shape[1], device=weight.device)
+        row = torch.arange(len(weight), device=weight.device)[:, None]
+        at_target = (nodes + row * self.target.logits.shape[1]).flatten()
+        at_draft = (nodes + row * self.draft.logits.shape[1]).flatten()
+        weights, points = weight.flatten()[:, None], self.uniform[1, :, :-1].flatten()
+        tokens, masses = [], []
+        for part in chunks(len(at_target), self.target.logits):
+            p = exp(self.target.rows(at_target[part]))
+            q = exp(self.draft.rows(at_draft[part]))
+            residual = weights[part] * p
+            if self.token_ids is None:
+                residual -= q
+            else:
+                residual.index_add_(-1, self.token_ids, q, alpha=-1)
+            mass = residual.clamp_min_(0.0).sum(-1)
+            residual = torch.where((mass > 0.0)[:, None], residual, p)
+            tokens.append(draw(residual, points[part])[0])
+            masses.append(mass)
+        return torch.cat(tokens).view_as(weight), torch.cat(masses).view_as(weight)
 
 
-def verify_block(
-    target: Distributions,
-    draft: Distributions,
-    token_ids: Tensor | None,
-    drafted: Tensor,
-    uniform: Tensor,
-) -> Tensor:
+def verify_tokens(chain: SampledChain) -> Tensor:
+    """Choose the target's sample at every node but the last, token by token: ``[B, N - 1]``."""
+    ratio = chain.log_ratio().exp()
+    token, _ = chain.residuals(torch.ones_like(ratio))
+    return torch.where(chain.uniform[0, :, :-1] < ratio, chain.drafted, token)
+
+
+def verify_block(chain: SampledChain) -> Tensor:
     """Choose the target's sample at every node but the last, for the chain as a whole.
 
-    See :func:`verify_tokens`. Samples below the node where the path ends have no meaning. This
-    requires that only tokens equal to the samples are accepted.
+    Samples below the node where the path ends have no meaning. This requires that only tokens equal
+    to the samples are accepted.
     """
     # With sums C_i of log-ratios from C_0 = 0 on, log w_i = C_i - max(C_0, ..., C_i).
-    ratio = _log_ratio(target, draft, token_ids, drafted)
-    total = torch.nn.functional.pad(ratio.cumsum(1), (1, 0))
+    total = torch.nn.functional.pad(chain.log_ratio().cumsum(1), (1, 0))
     weight = (total - total.cummax(1).values).exp()  # [B, N]
-    token, mass = _residuals(target, draft, token_ids, weight[:, :-1], uniform[1, :, :-1])
+    token, mass = chain.residuals(weight[:, :-1])
     chance = mass / (mass + 1.0 - weight[:, :-1]).clamp_min(torch.finfo(mass.dtype).tiny)
-    candidate = uniform[0] < torch.cat([chance, weight[:, -1:]], 1)
+    candidate = chain.uniform[0] < torch.cat([chance, weight[:, -1:]], 1)
     node = torch.arange(candidate.shape[1], device=candidate.device)
     last = torch.where(candidate, node, 0).amax(1, keepdim=True)  # [B, 1]
-    return torch.where(node[:-1] < last, drafted, token)
-
-
-def _log_ratio(
-    target: Distributions, draft: Distributions, token_ids: Tensor | None, drafted: Tensor
-) -> Tensor:
-    """Return ``[B, N - 1]``: ``log p(x) - log q(x)`` of the drafted tokens."""
-    nodes = torch.arange(drafted.shape[1], device=drafted.device).expand_as(drafted)
-    index = drafted
-    if token_ids is not None:  # the draft's token for each of the target's
-        inverse = torch.zeros(target.logits.shape[-1], dtype=torch.long, device=drafted.device)
-        index = inverse.scatter_(0, token_ids, torch.arange(len(token_ids), device=drafted.device))
-        index = index[drafted]
-    return target.log_prob(nodes, drafted).clamp_min(LOG_FLOOR) - draft.log_prob(nodes, index)
-
-
-def _residuals(
-    target: Distributions,
-    draft: Distributions,
-    token_ids: Tensor | None,
-    weight: Tensor,
-    uniform: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Sample from ``max(w p - q, 0)`` at every node but the last; return its mass, too.
-
-    Both are ``[B, N - 1]``. Where the distributions are equal up to rounding and the mass is 0, the
-    sample is one from ``p``; it is then needed with a probability of about the rounding error.
-    """
-    nodes = torch.arange(weight.shape[1], device=weight.device)
-    row = torch.arange(len(weight), device=weight.device)[:, None]
-    at_target = (nodes + row * target.logits.shape[1]).flatten()
-    at_draft = (nodes + row * draft.logits.shape[1]).flatten()
-    weights, points = weight.flatten()[:, None], uniform.flatten()
-    tokens, masses = [], []
-    for part in chunks(len(at_target), target.logits):
-        p = exp(target.rows(at_target[part]))
-        q = exp(draft.rows(at_draft[part]))
-        residual = weights[part] * p
-        if token_ids is None:
-            residual -= q
-        else:
-            residual.index_add_(-1, token_ids, q, alpha=-1)
-        mass = residual.clamp_min_(0.0).sum(-1)
-        residual = torch.where((mass > 0.0)[:, None], residual, p)
-        tokens.append(draw(residual, points[part])[0])
-        masses.append(mass)
-    return torch.cat(tokens).view_as(weight), torch.cat(masses).view_as(weight)
+    return torch.where(node[:-1] < last, chain.drafted, token)

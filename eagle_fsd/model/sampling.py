@@ -23,7 +23,7 @@ from transformers.generation import logits_process as hf
 from eagle_fsd.model.arguments import name_of
 from eagle_fsd.model.config import SamplingConfig
 from eagle_fsd.model.random_numbers import Purpose, RandomNumbers, uniform
-from eagle_fsd.model.residual import verify_block, verify_tokens
+from eagle_fsd.model.residual import SampledChain, verify_block, verify_tokens
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import TARGET_FAULT, VerificationInputs
 from eagle_fsd.model.vocabulary import Distributions, Warp, arg_max, chunks
@@ -191,7 +191,8 @@ class Sampler:
             points = torch.stack(
                 [random.in_step(use, tree.size) for use in (Purpose.ACCEPT, Purpose.RESIDUAL)]
             )
-            followed = self.verify_chain(warped, draft, tree.token_ids, drafted, points)
+            chain = SampledChain(warped, draft, tree.token_ids, drafted, points)
+            followed = self.verify_chain(chain)
             sampled = torch.cat([followed, sampled[:, -1:]], 1)
         uniforms = uniform(keys, Purpose.RULE).float() if self.draw_uniform else None
         drawn = drawn if self.draw_from_draft else None

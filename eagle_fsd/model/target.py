@@ -107,14 +107,12 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the embedding and the layers; that of the output projection may differ."""
-        dtype: torch.dtype = self.embed.weight.dtype
-        return dtype
+        return self.embed.weight.dtype
 
     @property
     def device(self) -> torch.device:
         """Device of the output projection."""
-        device: torch.device = self.lm_head.weight.device
-        return device
+        return self.lm_head.weight.device
 
     @cached_property
     def hidden_size(self) -> int:

@@ -150,23 +150,21 @@ class AcceptanceRule:
 
     An edge is relaxed if :meth:`gate` is open at the parent and :meth:`admits` accepts the child's
     token. :meth:`settle` can then revoke edges, given the whole tree. The built-in rules are in
-    :mod:`eagle_fsd.model.acceptance`. A custom rule overrides the methods it needs, and
-    :attr:`needs_uniform`, :attr:`needs_drawn` or :attr:`needs_warped_draft` if it reads these
-    optional inputs.
+    :mod:`eagle_fsd.model.acceptance`. A custom rule overrides the methods it needs, and attributes
+    of these as class attributes or properties.
 
     A rule that depends on what a row has emitted keeps :attr:`state_size` numbers per row on the
     device. They follow the row when rows are dropped, and are in :attr:`VerificationInputs.state`.
+
+    Attributes:
+        needs_uniform: Whether the rule reads :attr:`VerificationInputs.uniform`.
+        needs_drawn: Whether it reads :attr:`VerificationInputs.drawn` at temperatures above 0.
+        capturable: Whether it consists of tensor operations that never wait for the device.
     """
 
-    @property
-    def needs_uniform(self) -> bool:
-        """Whether the rule reads :attr:`VerificationInputs.uniform`."""
-        return False
-
-    @property
-    def needs_drawn(self) -> bool:
-        """Whether the rule reads :attr:`VerificationInputs.drawn` at temperatures above 0."""
-        return False
+    needs_uniform = False
+    needs_drawn = False
+    capturable = True
 
     @property
     def needs_warped_draft(self) -> bool:
@@ -182,11 +180,6 @@ class AcceptanceRule:
     def replaces_samples(self) -> bool:
         """Whether :meth:`choose` replaces the target's samples."""
         return type(self).choose is not AcceptanceRule.choose
-
-    @property
-    def capturable(self) -> bool:
-        """Whether the rule consists of tensor operations that never wait for the device."""
-        return True
 
     @property
     def state_size(self) -> int:

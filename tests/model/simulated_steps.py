@@ -33,7 +33,6 @@ from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.execution import LaunchedStep
 from eagle_fsd.model.request import Answer, Decision, Request
 from eagle_fsd.model.self_check import check_target
-from eagle_fsd.model.stats import PhaseClock
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.verify import AcceptanceRule
 
@@ -106,12 +105,11 @@ def run_steps(
     Those that would be captured on CUDA must not copy from the host.
     """
     options = AcceptanceConfig(**acceptance)
-    clock = PhaseClock(torch.device("cpu"))
     decision = Decision.of(sampling, options, rule, details=2)
     draw = None if decision.sampler.greedy else decision.sampler.draw_draft
     drafter = pair.drafter if drafted else NoDrafter()
     with simulated_accelerator():
-        engine = Engine(pair.target, drafter, pair.tree, draw, clock=clock)
+        engine = Engine(pair.target, drafter, pair.tree, draw)
         lengths = range(9, 9 - 4 * rows, -4)
         engine.admit([Answer(Request([1] * length, 20, decision)) for length in lengths])
         engine.prefill()

@@ -26,7 +26,7 @@ from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.config import SamplingConfig, TreeConfig
 from eagle_fsd.model.divergence import DIVERGENCES
 from eagle_fsd.model.random_numbers import Purpose, RandomNumbers
-from eagle_fsd.model.residual import verify_block, verify_tokens
+from eagle_fsd.model.residual import SampledChain, verify_block, verify_tokens
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.tree import TreeBuilder
 from eagle_fsd.model.verify import AcceptanceRule, verify
@@ -39,7 +39,7 @@ Table = dict[tuple[int, ...], Array]
 Law = dict[tuple[int, ...], float]
 #: Given a chain, the probability of keeping its first 0, 1, ... tokens, and the next token's law.
 Algorithm = Callable[[tuple[int, ...]], list[tuple[float, Array]]]
-VerifyChain = Callable[[Distributions, Distributions, Tensor | None, Tensor, Tensor], Tensor]
+VerifyChain = Callable[[SampledChain], Tensor]
 
 VOCAB_SIZE = 3
 #: Drafted tokens.
@@ -253,7 +253,8 @@ def _verify_chain(
     rows, nodes = drafted.shape
     uniform = torch.rand(2, rows, nodes + 1, dtype=torch.float64, generator=generator)
     target = Distributions.normalized(torch.cat([log_p, log_p[:, -1:]], 1))
-    return verify_chain(target, Distributions.normalized(log_q), None, drafted, uniform)
+    draft = Distributions.normalized(log_q)
+    return verify_chain(SampledChain(target, draft, None, drafted, uniform))
 
 
 @pytest.mark.parametrize("verify_chain", [verify_tokens, verify_block])

@@ -183,15 +183,10 @@ def _naming(model: PreTrainedModel) -> Iterator[None]:
         raise ValueError(f"{name}: {error}") from error
 
 
-def load_draft_model(
-    name: str | Path, target: Target, token: str | None = None, dtype: torch.dtype | None = None
-) -> DraftModel:
-    """Load a draft model onto its target's device; ``dtype`` is the target's by default.
-
-    If it has a tokenizer, it is compared with the target's.
-    """
+def load_draft_model(name: str | Path, target: Target, token: str | None = None) -> DraftModel:
+    """Load a draft model in its target's data type; a tokenizer must equal the target's."""
     _check_tokenizers(str(name), target.config._name_or_path, token)
-    model = load_target(name, dtype or target.dtype, target.device, "draft model", token=token)
+    model = load_target(name, target.dtype, target.device, "draft model", token=token)
     return DraftModel(model).attach(target)
 
 

@@ -57,7 +57,7 @@ class EagleHead(DraftHead):
     def __init__(
         self, config: PreTrainedConfig, bias: bool = True, dtype: torch.dtype = torch.float32
     ) -> None:
-        super().__init__(config)
+        super().__init__(config, config.hidden_size)
         self.ranked_tokens = None
         self.register_buffer("_row_weights", None, persistent=False)
         self.register_buffer("_row_bias", None, persistent=False)
@@ -135,8 +135,7 @@ class EagleHead(DraftHead):
             length = x.shape[1]
             causal = torch.ones(1, length, length, dtype=torch.bool, device=self.device).tril()
             options = {**options, "attention_mask": additive_mask(causal, self.dtype)}
-        predicted: Tensor = self.layers[0](self._project(x, embedded), **options)
-        return predicted
+        return self.layers[0](self._project(x, embedded), **options)
 
     def _run_plain(
         self,
@@ -152,8 +151,7 @@ class EagleHead(DraftHead):
         return y + feed_forward(layer.mlp, norm(layer.post_attention_layernorm, y))
 
     def _project(self, x: Tensor, embedded: Tensor) -> Tensor:
-        projected: Tensor = self.fc(torch.cat([embedded, x.to(self.dtype)], -1))
-        return projected
+        return self.fc(torch.cat([embedded, x.to(self.dtype)], -1))
 
 
 def _equal(first: Tensor | None, second: Tensor | None) -> bool:

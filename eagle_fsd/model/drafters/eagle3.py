@@ -101,7 +101,7 @@ class Eagle3Head(DraftHead):
         flags: Eagle3Flags | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(config)
+        super().__init__(config, target_hidden_size)
         if config.model_type not in FAMILIES:
             raise ValueError(
                 f"the layers of an EAGLE-3 head must be of type {' or '.join(FAMILIES)}; got"
@@ -114,7 +114,6 @@ class Eagle3Head(DraftHead):
             raise ValueError(
                 f"draft_vocab_size must be in [1, {config.vocab_size}]; got {draft_vocab_size}"
             )
-        self._target_hidden_size = target_hidden_size
         self.draft_vocab_size, self.reads = draft_vocab_size, reads
         self.projects = draft_vocab_size is None
         self.flags = flags = flags or Eagle3Flags()
@@ -127,8 +126,7 @@ class Eagle3Head(DraftHead):
         norm_type: Any = type(first.hidden_norm)
 
         def norm(width: int) -> nn.Module:
-            built: nn.Module = norm_type(width, eps=config.rms_norm_eps).to(dtype)
-            return built
+            return norm_type(width, eps=config.rms_norm_eps).to(dtype)
 
         if flags.norm_before_fc:
             self.input_norm = norm(fused)
@@ -158,10 +156,6 @@ class Eagle3Head(DraftHead):
                 f" is {self.config.hidden_size}, the target's is {target.hidden_size}"
             )
         return self
-
-    @property
-    def target_hidden_size(self) -> int:
-        return self._target_hidden_size
 
     @property
     def vocab_size(self) -> int:
@@ -214,14 +208,10 @@ class Eagle3Head(DraftHead):
             features = torch.cat(
                 [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1
             )
-        fused: Tensor = self.fc(features)
-        return fused
+        return self.fc(features)
 
     def carry(self, hidden: Tensor) -> Tensor:
-        if not self.flags.norm_output:
-            return hidden
-        normed: Tensor = self.norm(hidden)
-        return normed
+        return self.norm(hidden) if self.flags.norm_output else hidden
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         normed = self.norm(hidden)
@@ -282,8 +272,7 @@ class _FirstLayer(GradientCheckpointingLayer):
         pair = torch.cat([self.input_layernorm(embedded), normed], -1)
         attended, _ = self.self_attn(hidden_states=pair, **options)
         y = (normed if self.norm_before_residual else x) + attended
-        z: Tensor = y + self.mlp(self.post_attention_layernorm(y))
-        return z
+        return y + self.mlp(self.post_attention_layernorm(y))
 
 
 def default_reads(layers: int) -> tuple[int, ...]:

@@ -42,9 +42,9 @@ class DraftHead(nn.Module, LevelDrafter):
     plain: bool = False  # whether passes with a cache call the parts of the layers by themselves
     groups: int  # of query heads that masks are folded for, see tree_attention
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, target_hidden_size: int) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.target_hidden_size = config, target_hidden_size
         self.embed_tokens: nn.Embedding | None = None
         self._target: Target | None = None
         self._layout = Layout()
@@ -76,11 +76,6 @@ class DraftHead(nn.Module, LevelDrafter):
         if self._target is None:
             raise RuntimeError("attach the head to its target first")
         return self._target
-
-    @property
-    def target_hidden_size(self) -> int:
-        """Hidden size of the target."""
-        return int(self.config.hidden_size)
 
     @property
     def feature_size(self) -> int:
