@@ -352,7 +352,7 @@ class EagleFSD:
             FloatingPointError: The target produced NaN or infinite logits, or a processor or
                 warper such scores or -inf for every token.
         """
-        generation = self._prepare(input_ids, attention_mask, max_new_tokens, **options)
+        generation = self.stream(input_ids, attention_mask, max_new_tokens, **options)
         if streamer is not None:
             if not hasattr(streamer, "put") or not hasattr(streamer, "end"):
                 raise ValueError(f"streamer must be a Hugging Face streamer; got {streamer!r}")
@@ -374,7 +374,20 @@ class EagleFSD:
             An iterable of one :class:`StreamChunk` per row and step. Nothing is decoded until it is
             iterated.
         """
-        return self._prepare(input_ids, attention_mask, max_new_tokens, **options)
+        call = self._template(max_new_tokens, **options)
+        prefix_cache, pad, eos = options.get("prefix_cache"), call.pad_token_id, call.eos_token_ids
+        if pad is None:
+            pad = self.model.generation_config.pad_token_id
+        prompts = read_prompts(input_ids, attention_mask, self.target, None if pad in eos else pad)
+        if prefix_cache is not None and len(prompts) != 1:
+            raise ValueError(f"a prefix cache needs a single prompt; got {len(prompts)}")
+        limits = limit_new_tokens(self.target, list(map(len, prompts)), call.max_new_tokens)
+        requests = [
+            call.of_prompt(ids, prompt, limit, row=row, rows=len(prompts))
+            for row, (ids, prompt, limit) in enumerate(zip(input_ids, prompts, limits, strict=True))
+        ]
+        fill = pad if pad is not None else next(iter(eos), 0)
+        return Generation(self._engine_options(len(requests), prefix_cache), requests, fill)
 
     def generate_many(
         self,
@@ -533,29 +546,6 @@ class EagleFSD:
             )
 
     custom_generate = hugging_face.custom_generate
-
-    def _prepare(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        max_new_tokens: int,
-        **options: Unpack[DecodeOptions],
-    ) -> Generation:
-        """Validate the arguments of a call; nothing is decoded yet."""
-        call = self._template(max_new_tokens, **options)
-        prefix_cache, pad, eos = options.get("prefix_cache"), call.pad_token_id, call.eos_token_ids
-        if pad is None:
-            pad = self.model.generation_config.pad_token_id
-        prompts = read_prompts(input_ids, attention_mask, self.target, None if pad in eos else pad)
-        if prefix_cache is not None and len(prompts) != 1:
-            raise ValueError(f"a prefix cache needs a single prompt; got {len(prompts)}")
-        limits = limit_new_tokens(self.target, list(map(len, prompts)), call.max_new_tokens)
-        requests = [
-            call.of_prompt(ids, prompt, limit, row=row, rows=len(prompts))
-            for row, (ids, prompt, limit) in enumerate(zip(input_ids, prompts, limits, strict=True))
-        ]
-        fill = pad if pad is not None else next(iter(eos), 0)
-        return Generation(self._engine_options(len(requests), prefix_cache), requests, fill)
 
     def _request(
         self, ids: Tensor | Sequence[int], row: int = 0, **options: Unpack[PromptDecodeOptions]

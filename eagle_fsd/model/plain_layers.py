@@ -7,7 +7,7 @@ Shape letters: ``B`` rows, ``S`` tokens, ``D`` values of an attention head, ``H`
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,18 @@ from eagle_fsd.model.cache import TreeCache
 FAMILIES = "llama", "mistral", "qwen2"
 #: Modules that define the functions of plain layers and their parts, unless somebody patches them.
 LIBRARIES = "torch.nn.", "transformers.", "eagle_fsd.model.drafters."
+
+
+class AttentionInputs(NamedTuple):
+    """What the attention of a pass over tokens ``[B, S]`` takes besides their hidden states.
+
+    ``mask`` is additive, ``[B, 1, S, L]``, or ``[B, 1, G * S, L]`` for ``G`` query heads per key
+    head; :meth:`TreeCache.place` has been called on ``cache``.
+    """
+
+    rotary: tuple[Tensor, ...]
+    mask: Tensor
+    cache: TreeCache
 
 
 def is_plain(layer: nn.Module, config: PreTrainedConfig) -> bool:
@@ -76,9 +88,10 @@ def run_layers(
     """
     x = body.embed_tokens(ids)
     rotary, states = signed_rotary(*body.rotary_emb(x, position_ids=positions)), []
+    inputs = AttentionInputs(rotary, mask, cache)
     for layer in body.layers:
         states.append(x)
-        x = x + attend(layer.self_attn, norm(layer.input_layernorm, x), rotary, mask, cache)
+        x = x + attend(layer.self_attn, norm(layer.input_layernorm, x), inputs)
         x = x + feed_forward(layer.mlp, norm(layer.post_attention_layernorm, x))
     return [*states, norm(body.norm, x)]
 
@@ -100,17 +113,10 @@ def norm(module: Any, x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
 
 
-def attend(
-    module: Any, x: Tensor, rotary: tuple[Tensor, ...], mask: Tensor, cache: TreeCache
-) -> Tensor:
-    """Apply self-attention to ``[B, S, H]``, or wider.
-
-    ``rotary`` are ``[B, S, 1, D]`` cosines and signed sines, ``mask`` is ``[B, 1, G * S, L]``,
-    additive, for ``G`` query heads per key head, and :meth:`TreeCache.place` has been called on
-    ``cache``.
-    """
+def attend(module: Any, x: Tensor, inputs: AttentionInputs) -> Tensor:
+    """Apply self-attention to ``[B, S, H]``, or wider, with ``[B, S, 1, D]`` signed rotary."""
     batch, length = x.shape[:2]
-    shape, (cos, sin) = (batch, length, -1, module.head_dim), rotary
+    shape, (cos, sin) = (batch, length, -1, module.head_dim), inputs.rotary
     half = module.head_dim // 2
     query, key, value = (
         F.linear(x, part.weight, part.bias).view(shape)
@@ -119,13 +125,13 @@ def attend(
     query = torch.addcmul(query * cos, query.roll(half, -1), sin)
     key = torch.addcmul(key * cos, key.roll(half, -1), sin)
     groups, heads = query.shape[2] // key.shape[2], key.shape[2]
-    keys, values = cache.write(key, value, module.layer_idx)
+    keys, values = inputs.cache.write(key, value, module.layer_idx)
     if groups > 1:  # queries of a group are further query positions, see tree_attention
         query = query.view(batch, length, heads, groups, -1).permute(0, 2, 3, 1, 4)
         query = query.reshape(batch, heads, groups * length, -1)
     else:
         query = query.transpose(1, 2)
-    found = F.scaled_dot_product_attention(query, keys, values, mask, scale=module.scaling)
+    found = F.scaled_dot_product_attention(query, keys, values, inputs.mask, scale=module.scaling)
     found = found.view(batch, -1, length, module.head_dim).transpose(1, 2).flatten(2)
     return F.linear(found, module.o_proj.weight, module.o_proj.bias)
 

@@ -186,23 +186,13 @@ class Target:
     def prefill(
         self,
         ids: Tensor,
-        start: int | Tensor,
+        start: int,
         cache: TreeCache,
         states: Sequence[int] = (LAST,),
-        keys: Tensor | None = None,
     ) -> Tensor:
-        """Process tokens ``[B, S]`` that follow those in the cache, causally: ``[B, S, F]`` states.
-
-        ``start`` is the position of the first token, of all rows or ``[B]`` of each row, which
-        requires ``keys``: :meth:`TreeCache.keys` for the position after the last token.
-        """
-        if isinstance(start, Tensor):
-            first: int | Tensor = start[:, None]
-            assert keys is not None
-        else:
-            first = start
-            keys = cache.keys(start + ids.shape[1], ids.device)
-        positions = torch.arange(ids.shape[1], device=ids.device)[None] + first  # [1 or B, S]
+        """Process tokens ``[B, S]`` from position ``start`` on, causally: ``[B, S, F]`` states."""
+        keys = cache.keys(start + ids.shape[1], ids.device)
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
         mask = additive_mask(keys <= positions[:, :, None], self.dtype)
         cache.place(positions.expand_as(ids), keys)
         return self.encode(

@@ -129,8 +129,9 @@ def test_a_whole_step_is_a_single_graph(
         steps = Engine(pair.target, pair.drafter, pair.tree, draw)
         prompts = [(prompt(length)[0].tolist(), length) for length in (12, 9)]
         steps.admit([Answer(Request(ids, 40, decision, key)) for ids, key in prompts])
-        steps.prefill()
         results.append([])
+        with torch.inference_mode():
+            steps.prefill()
         with torch.inference_mode(), steps.execution.folded(steps.state):
             for _ in range(3):
                 packed = step(steps.state, *steps._visible_slots(), lambda part, *_: part).packed

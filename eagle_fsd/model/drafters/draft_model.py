@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eagle_fsd.model.cache import Layout, TreeCache
+from eagle_fsd.model.cache import Layout
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.levels import LevelDrafter, LevelState
 from eagle_fsd.model.loading import LoadError, load_target, load_tokenizer
+from eagle_fsd.model.plain_layers import AttentionInputs
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.tree import Draw
@@ -86,12 +87,10 @@ class DraftModel(LevelDrafter):
 
     @property
     def device(self) -> torch.device:
-        """Device of the output projection."""
         return self._inner.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the embedding and the layers."""
         return self._inner.dtype
 
     @property
@@ -117,32 +116,12 @@ class DraftModel(LevelDrafter):
                 max_length,
             )
 
-    def append(
-        self,
-        features: Tensor,
-        tokens: Tensor,
-        lengths: Tensor,
-        keys: Tensor,
-        cache: TreeCache,
+    def encode(
+        self, x: Tensor, tokens: Tensor, positions: Tensor, inputs: AttentionInputs
     ) -> Tensor:
         tokens = tokens.clamp_max(self._inner.vocab_size - 1)  # the target may know more
-        return self._inner.prefill(tokens, lengths, cache, keys=keys)
-
-    def extend(
-        self,
-        hidden: Tensor,
-        tokens: Tensor,
-        positions: Tensor,
-        rotary: tuple[Tensor, ...],
-        mask: Tensor,
-        cache: TreeCache,
-    ) -> Tensor:
-        """Process one level of a tree; see :meth:`LevelDrafter.extend`.
-
-        A node sees all tokens up to the root and one node of each level above its own, so a visible
-        slot's position is the number of visible slots before it.
-        """
-        slots = (mask[:, 0] == 0).cumsum(-1) - 1
+        _, mask, cache = inputs
+        slots = (mask[:, 0] == 0).cumsum(-1) - 1  # positions, see :meth:`LevelDrafter.encode`
         return self._inner.encode(tokens, positions, mask=mask, keys=slots, cache=cache)
 
     def log_probs(self, hidden: Tensor) -> Tensor:

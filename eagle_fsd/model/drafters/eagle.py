@@ -22,9 +22,9 @@ from transformers import PreTrainedConfig
 from typing_extensions import Self
 
 from eagle_fsd.model.attention import config_groups, fold_mask
-from eagle_fsd.model.cache import TreeCache, additive_mask
+from eagle_fsd.model.cache import additive_mask
 from eagle_fsd.model.drafters.heads import DraftHead, decoder_layers, layer_options
-from eagle_fsd.model.plain_layers import attend, feed_forward, norm
+from eagle_fsd.model.plain_layers import AttentionInputs, attend, feed_forward, norm
 from eagle_fsd.model.target import LAST, Target
 from eagle_fsd.model.weights import whole
 from eagle_fsd.utils.text import one_line
@@ -137,17 +137,10 @@ class EagleHead(DraftHead):
             options = {**options, "attention_mask": additive_mask(causal, self.dtype)}
         return self.layers[0](self._project(x, embedded), **options)
 
-    def _run_plain(
-        self,
-        x: Tensor,
-        embedded: Tensor,
-        rotary: tuple[Tensor, ...],
-        mask: Tensor,
-        cache: TreeCache,
-    ) -> Tensor:
+    def _run_plain(self, x: Tensor, embedded: Tensor, inputs: AttentionInputs) -> Tensor:
         layer: Any = self.layers[0]
         hidden = self._project(x, embedded)
-        y = hidden + attend(layer.self_attn, hidden, rotary, mask, cache)
+        y = hidden + attend(layer.self_attn, hidden, inputs)
         return y + feed_forward(layer.mlp, norm(layer.post_attention_layernorm, y))
 
     def _project(self, x: Tensor, embedded: Tensor) -> Tensor:

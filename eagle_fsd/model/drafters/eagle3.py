@@ -33,9 +33,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from typing_extensions import Self
 
 from eagle_fsd.model.attention import config_groups
-from eagle_fsd.model.cache import TreeCache
 from eagle_fsd.model.drafters.heads import DraftHead, decoder_layers
-from eagle_fsd.model.plain_layers import attend, feed_forward, norm
+from eagle_fsd.model.plain_layers import AttentionInputs, attend, feed_forward, norm
 from eagle_fsd.model.target import Target
 
 #: Families of the decoder layers.
@@ -225,14 +224,7 @@ class Eagle3Head(DraftHead):
             z = layer(z, **options)
         return z
 
-    def _run_plain(
-        self,
-        x: Tensor,
-        embedded: Tensor,
-        rotary: tuple[Tensor, ...],
-        mask: Tensor,
-        cache: TreeCache,
-    ) -> Tensor:
+    def _run_plain(self, x: Tensor, embedded: Tensor, inputs: AttentionInputs) -> Tensor:
         layers: Any = self.layers
         for index, layer in enumerate(layers):
             normed = norm(layer.input_layernorm if index else layer.hidden_norm, x)
@@ -240,7 +232,7 @@ class Eagle3Head(DraftHead):
             if index == 0:
                 read = torch.cat([norm(layer.input_layernorm, embedded), normed], -1)
                 x = normed if self.flags.norm_before_residual else x
-            x = x + attend(layer.self_attn, read, rotary, mask, cache)
+            x = x + attend(layer.self_attn, read, inputs)
             x = x + feed_forward(layer.mlp, norm(layer.post_attention_layernorm, x))
         return x
 

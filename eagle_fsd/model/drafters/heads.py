@@ -21,10 +21,10 @@ from transformers import AutoModel, PreTrainedConfig
 from typing_extensions import Self
 
 from eagle_fsd.model.attention import TREE_ATTENTION, fold_mask
-from eagle_fsd.model.cache import Layout, TreeCache, additive_mask
+from eagle_fsd.model.cache import Layout, TreeCache
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.levels import LevelDrafter, LevelState
-from eagle_fsd.model.plain_layers import is_plain, signed_rotary
+from eagle_fsd.model.plain_layers import AttentionInputs, is_plain, signed_rotary
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.tree import Draw
 
@@ -98,14 +98,6 @@ class DraftHead(nn.Module, LevelDrafter):
             return embedded  # a conversion takes time even if it changes nothing
         return embedded.to(weight)
 
-    def fuse(self, features: Tensor) -> Tensor:
-        """Convert the target's hidden states ``[B, S, F]`` to the head's input ``[B, S, H]``."""
-        return features
-
-    def carry(self, hidden: Tensor) -> Tensor:
-        """Convert the head's output ``[..., H]`` to its input at the next token."""
-        return hidden
-
     def forward(
         self,
         x: Tensor,
@@ -125,7 +117,7 @@ class DraftHead(nn.Module, LevelDrafter):
         embedded = self.embed(tokens)
         if self.plain and isinstance(cache, TreeCache) and mask is not None:
             rotary = self.rotate(positions) if rotary is None else rotary
-            return self._run_plain(x, embedded, rotary, mask, cache)
+            return self._run_plain(x, embedded, AttentionInputs(rotary, mask, cache))
         rotary = self.embed_positions(positions) if rotary is None else rotary
         return self._run_layers(x, embedded, layer_options(positions, mask, cache, rotary))
 
@@ -134,34 +126,12 @@ class DraftHead(nn.Module, LevelDrafter):
         """Run the layers of transformers, with their keyword arguments."""
 
     @abstractmethod
-    def _run_plain(
-        self,
-        x: Tensor,
-        embedded: Tensor,
-        rotary: tuple[Tensor, ...],
-        mask: Tensor,
-        cache: TreeCache,
-    ) -> Tensor:
+    def _run_plain(self, x: Tensor, embedded: Tensor, inputs: AttentionInputs) -> Tensor:
         """Run the same layers by their parts, see :mod:`~eagle_fsd.model.plain_layers`."""
 
     @property
     def layout(self) -> Layout:
         return self._layout
-
-    def append(
-        self,
-        features: Tensor,
-        tokens: Tensor,
-        lengths: Tensor,
-        keys: Tensor,
-        cache: TreeCache,
-    ) -> Tensor:
-        positions = lengths[:, None] + torch.arange(tokens.shape[1], device=lengths.device)
-        seen = keys <= positions[:, :, None]
-        cache.place(positions, keys)
-        mask = fold_mask(additive_mask(seen, self.dtype), self.groups)
-        x = self.fuse(features)
-        return self.forward(x, tokens, positions, mask=mask, cache=cache)
 
     def start(self, tree: TreeConfig, draw: Draw | None) -> LevelState:
         self._set_plain()
@@ -182,17 +152,11 @@ class DraftHead(nn.Module, LevelDrafter):
         found = self.embed_positions(positions)
         return signed_rotary(*found) if self.plain else found
 
-    def extend(
-        self,
-        hidden: Tensor,
-        tokens: Tensor,
-        positions: Tensor,
-        rotary: tuple[Tensor, ...],
-        mask: Tensor,
-        cache: TreeCache,
+    def encode(
+        self, x: Tensor, tokens: Tensor, positions: Tensor, inputs: AttentionInputs
     ) -> Tensor:
+        rotary, mask, cache = inputs
         mask = fold_mask(mask, self.groups)
-        x = self.carry(hidden)
         return self.forward(x, tokens, positions, mask=mask, cache=cache, rotary=rotary)
 
 

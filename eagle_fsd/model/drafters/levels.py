@@ -17,6 +17,7 @@ from torch import Tensor
 from eagle_fsd.model.cache import TreeCache, additive_mask
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.interface import Drafter, DraftState
+from eagle_fsd.model.plain_layers import AttentionInputs
 from eagle_fsd.model.random_numbers import Purpose, RandomNumbers
 from eagle_fsd.model.tree import DraftTree, Draw, TreeBuilder, single_node
 
@@ -54,14 +55,23 @@ class LevelDrafter(Drafter):
     def dtype(self) -> torch.dtype:
         """Dtype of the weights and of attention masks."""
 
-    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """Convert the target's features ``[B, S, F]`` to the input ``[B, S, H]``."""
+        return features
+
+    def carry(self, hidden: Tensor) -> Tensor:
+        """Convert the output ``[..., H]`` to the input at the next token."""
+        return hidden
+
+    def rotate(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """Prepare the positions ``[B, S]`` of a pass or of all levels; by default, nothing.
+
+        Returns tensors ``[B, S, ...]``, of which a level gets its part.
+        """
+        return ()
+
     def append(
-        self,
-        features: Tensor,
-        tokens: Tensor,
-        lengths: Tensor,
-        keys: Tensor,
-        cache: TreeCache,
+        self, features: Tensor, tokens: Tensor, lengths: Tensor, keys: Tensor, cache: TreeCache
     ) -> Tensor:
         """Process accepted tokens that follow those in the cache: ``[B, S, H]`` hidden states.
 
@@ -69,29 +79,21 @@ class LevelDrafter(Drafter):
         ``lengths`` ``[B]`` the number of entries in the cache, and ``keys`` ``[L]`` a result of
         :meth:`TreeCache.keys` for ``S`` slots beyond any of them. Attention is causal.
         """
-
-    def rotate(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """Prepare the positions ``[B, S]`` of all levels at once; by default, nothing.
-
-        Returns tensors ``[B, S, ...]``, of which :meth:`extend` gets the parts of its level.
-        """
-        return ()
+        positions = lengths[:, None] + torch.arange(tokens.shape[1], device=lengths.device)
+        cache.place(positions, keys)
+        mask = additive_mask(keys <= positions[:, :, None], self.dtype)
+        inputs = AttentionInputs(self.rotate(positions), mask, cache)
+        return self.encode(self.fuse(features), tokens, positions, inputs)
 
     @abstractmethod
-    def extend(
-        self,
-        hidden: Tensor,
-        tokens: Tensor,
-        positions: Tensor,
-        rotary: tuple[Tensor, ...],
-        mask: Tensor,
-        cache: TreeCache,
+    def encode(
+        self, x: Tensor, tokens: Tensor, positions: Tensor, inputs: AttentionInputs
     ) -> Tensor:
-        """Process one level of a tree: ``[B, K, H]`` hidden states.
+        """Process accepted tokens, or one level of a tree: ``[B, S, H]`` hidden states.
 
-        ``hidden`` ``[B, K, H]`` are those at each node's parent, ``tokens`` and ``positions`` are
-        ``[B, K]``, ``rotary`` is the part of :meth:`rotate` for these positions, ``mask`` ``[B, 1,
-        K, L]`` is additive, and :meth:`TreeCache.place` has been called on ``cache``.
+        ``x`` ``[B, S, H]`` are results of :meth:`fuse` or :meth:`carry` before each of the
+        ``tokens`` ``[B, S]``, at ``positions`` ``[B, S]``. A visible slot's position is the number
+        of visible slots before it. The rotary embedding is a result of :meth:`rotate`.
         """
 
     @abstractmethod
@@ -235,14 +237,9 @@ class LevelState(DraftState):
                 mask = mask.gather(2, index[:, None].expand_as(mask))
             mask = mask.scatter(3, own[level], 0.0)  # and itself; [B, 1, K, view]
             cache.place(slots[:, level], keys)
-            hidden = drafter.extend(
-                hidden,
-                tokens,
-                positions=positions[:, level * width : (level + 1) * width],
-                rotary=tuple(part[level] for part in rotary),
-                mask=mask,
-                cache=cache,
-            )
+            inputs = AttentionInputs(tuple(part[level] for part in rotary), mask, cache)
+            here = positions[:, level * width : (level + 1) * width]
+            hidden = drafter.encode(drafter.carry(hidden), tokens, here, inputs)
             builder.extend(drafter.log_probs(hidden))
         return builder.finish(roots)
 
