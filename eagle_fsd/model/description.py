@@ -41,17 +41,16 @@ class Description:
     versions: list[int]
 
 
-def describe_modules(*modules: nn.Module | None) -> Description:
-    """Describe modules; None is skipped.
+def describe_modules(*modules: nn.Module) -> Description:
+    """Describe modules.
 
     Changes of a module's class, except for its ``forward``, and of global variables are not seen.
     """
     walk, structures = _Walk(), []
     for module in modules:
-        if module is not None:
-            walk.found = []
-            walk.add(module)
-            structures.append(walk.found)
+        walk.found = []
+        walk.add(module)
+        structures.append(walk.found)
     return Description(structures, walk.versions)
 
 

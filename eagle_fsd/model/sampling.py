@@ -155,11 +155,8 @@ class Sampler:
     ) -> VerificationInputs:
         """Process the target's logits ``[B, N, V]`` and sample."""
         raw = processed = Distributions.of(logits)
-        faults = None
-        if self.processors or self.warp is None:
-            faults = torch.zeros_like(tree.tokens)
-        if self.processors:
-            assert faults is not None
+        faults = None if self.on_device else torch.zeros_like(tree.tokens)
+        if self.processors and faults is not None:
             processed = Distributions.of(self._process(tree, logits, prefixes, faults))
         inputs = partial(VerificationInputs, tree, raw, processed, faults=faults)
         expanded = tree.draft_log_probs.shape[1] > 0

@@ -61,14 +61,9 @@ class _CountingDrafter(Drafter):
         return self
 
     def max_nodes(self, tree: TreeConfig) -> int:
-        # No more than a complete tree has; chains of one child per node have depth + 2 nodes.
-        complete, level = 1, 1
-        for _ in range(tree.depth + 1):
-            level *= min(tree.top_k, MAX_FOLLOWERS)
-            complete += level
-            if complete >= tree.total_tokens:
-                return tree.total_tokens
-        return complete
+        width = min(tree.top_k, MAX_FOLLOWERS)
+        complete = sum(width**level for level in range(tree.depth + 2))
+        return min(tree.total_tokens, complete)
 
     def start(self, tree: TreeConfig, draw: Draw | None) -> _CountingState:
         return _CountingState(self, tree)
