@@ -24,10 +24,13 @@ from pairs import (
     left_padded,
     path_to,
     prompt,
+    randomize,
     small_tree,
+    small_vocabulary_config,
 )
+from sampling_laws import MODES, assert_target_law, generate, target_law
 from torch import Tensor
-from transformers import Gemma2Config, Qwen3Config
+from transformers import Gemma2Config, LlamaForCausalLM, Qwen3Config
 
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.model.divergence import DIVERGENCES, LOG_FLOOR, on_draft_vocabulary
@@ -202,6 +205,28 @@ def test_greedy_output_matches_hugging_face_when_many_tokens_are_accepted(
     assert torch.equal(out.sequences, expected)
     assert out.stats.tau > 1.3
     assert len({tuple(row) for row in out.stats.accepted}) > 1
+
+
+@pytest.fixture(scope="module")
+def tiny_pair() -> EagleFSD:
+    """A vocabulary of 8 tokens, of which the head drafts 5."""
+    config = small_vocabulary_config(8)
+    model = LlamaForCausalLM(config)
+    randomize(model, 10)
+    head = Eagle3Head(layer_config(config), 16, 5, (0, 1))
+    randomize(head, 11)
+    head.set_token_ids(torch.tensor([6, 0, 3, 2, 7]))
+    return EagleFSD(model, head, TreeConfig(total_tokens=9, depth=2, top_k=3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("temperature", "top_p"), MODES)
+def test_sampling_at_threshold_zero_has_the_distribution_of_the_target(
+    tiny_pair: EagleFSD, temperature: float, top_p: float
+) -> None:
+    """6000 identical prompts and three new tokens; see ``sampling_laws.py`` for the bounds."""
+    draws = generate(tiny_pair, 6000, 3, seed=1, temperature=temperature, top_p=top_p)
+    assert_target_law(draws, target_law(tiny_pair.model, 3, temperature, top_p))
 
 
 def reduced_distributions() -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -16,8 +16,11 @@ from pairs import (
     left_padded,
     prompt,
     small_tree,
+    small_vocabulary_config,
 )
 from rules import RULES
+from sampling_laws import MODES, assert_target_law, generate, target_law
+from transformers import LlamaForCausalLM
 
 from eagle_fsd import EagleFSD, Origin, TreeConfig
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
@@ -235,3 +238,26 @@ def test_greedy_output_matches_hugging_face(name: str, tree: TreeConfig) -> None
         assert out.stats.tau > 1.5
     assert len({tuple(row) for row in first.stats.accepted}) > 1
     assert (second.stats.tau > first.stats.tau) == name.startswith("adaptive")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "temperature", "top_p"),
+    [("ngram", *MODES[0]), ("adaptive-unigram", *MODES[1])],
+)
+def test_sampling_at_threshold_zero_has_the_distribution_of_the_target(
+    name: str, temperature: float, top_p: float
+) -> None:
+    """6000 identical prompts and three new tokens; the distance is at most half of the bound."""
+    config = small_vocabulary_config(8, initializer_range=0.3)
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        model = LlamaForCausalLM(config)
+    pair = EagleFSD(model, DRAFTERS[name](), TreeConfig(total_tokens=7, depth=2, top_k=3))
+    options = {
+        "prompt": [3, 1, 4, 3, 2, 4, 3, 1, 4, 3],
+        "temperature": temperature,
+        "top_p": top_p,
+    }
+    generate(pair, 200, 3, seed=2, **options)  # learned by the table
+    assert_target_law(generate(pair, 6000, 3, seed=1, **options), target_law(model, 3, **options))

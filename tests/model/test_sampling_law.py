@@ -6,19 +6,23 @@ The docstring of each test states the measured ``TV`` (torch 2.13.0, CPU) next t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from pairs import small_vocabulary_config
+from pairs import RecordingRule, small_vocabulary_config
 from sampling_laws import (
     MODES,
+    PROMPT,
     Array,
+    Draws,
     assert_target_law,
     bound,
     distance,
     generate,
+    histogram,
     softmax,
     target_law,
     warp,
@@ -27,13 +31,13 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule, TypicalRule
-from eagle_fsd.model.config import SamplingConfig, TreeConfig
+from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
 from eagle_fsd.model.drafters.eagle import EagleHead
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.random_numbers import RandomNumbers, seed_keys
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.tree import DraftTree, ancestor_matrix
-from eagle_fsd.model.verify import AcceptanceRule, verify
+from eagle_fsd.model.verify import AcceptanceRule, Origin, VerificationInputs, verify
 
 
 def _js(p: Array, q: Array) -> float:
@@ -112,8 +116,9 @@ def _first_two(
     top_k: int = 0,
     fallback: str = "exact",
     selection: str = "longest",
-) -> Array:
-    """Count the first two emitted tokens of ``rows``: ``[V, V]``.
+    chunk: int = 50_000,
+) -> Iterator[Array]:
+    """Yield counts ``[V, V]`` of the first two emitted tokens, for each ``chunk`` of ``rows``.
 
     After a step that emits one token, the second is sampled from the target directly.
     """
@@ -122,20 +127,19 @@ def _first_two(
         SamplingConfig(temperature=temperature, top_p=top_p, top_k=top_k),
         draw_from_draft=selection == "sample",
     )
-    chunk, total = min(rows, 50_000), np.zeros((VOCAB_SIZE, VOCAB_SIZE))
+    keys = seed_keys(seed, rows).split(chunk)
     after = torch.tensor(
         np.stack([warp(logits, temperature, top_p, top_k) for logits in models.p[1:]])
     )
     tree, logits = _rows(models, chunk)
-    for part in seed_keys(seed, rows).split(chunk):
+    for part in keys:
         random = RandomNumbers(part, torch.zeros(chunk, dtype=torch.long))
         kept = verify(sampler(tree, logits, random), rule, fallback, selection)
         first, second = kept.tokens[:, 0], kept.tokens[:, 1]
         direct = torch.multinomial(after[first], 1, generator=generator)[:, 0]
         second = torch.where(kept.count > 1, second, direct)
         counts = torch.bincount(first * VOCAB_SIZE + second, minlength=VOCAB_SIZE**2)
-        total += counts.reshape(VOCAB_SIZE, VOCAB_SIZE).numpy()
-    return total
+        yield counts.reshape(VOCAB_SIZE, VOCAB_SIZE).numpy().astype(float)
 
 
 def _exact_law(models: Models, temperature: float, top_p: float) -> Array:
@@ -183,8 +187,25 @@ def test_exact_sampling_has_the_distribution_of_the_target(
     """Lossless at ``T = 0``, with 200,000 rows."""
     models, rows = Models.make(seed=1, noise=0.5), 200_000
     law = _exact_law(models, temperature, top_p)
-    counts = _first_two(models, ExactRule(), rows, 7, temperature, top_p)
+    counts = sum(_first_two(models, ExactRule(), rows, 7, temperature, top_p))
     assert distance(counts, law) < bound(law, rows)
+
+
+@pytest.mark.slow
+def test_distance_to_the_target_shrinks_with_the_number_of_rows() -> None:
+    """A million rows, also cut into blocks of 1e5 and 1e4."""
+    models = Models.make(seed=1, noise=0.5)
+    law = _exact_law(models, *MODES[1])
+    size = 10_000
+    blocks = list(_first_two(models, ExactRule(), 100 * size, 7, *MODES[1], chunk=size))
+    at_1e4 = [distance(counts, law) for counts in blocks]
+    at_1e5 = [distance(sum(blocks[i : i + 10]), law) for i in range(0, 100, 10)]
+    at_1e6 = distance(sum(blocks), law)
+    assert max(at_1e4) < bound(law, size)
+    assert max(at_1e5) < bound(law, 10 * size)
+    assert at_1e6 < bound(law, 100 * size)
+    assert 2.1 < np.mean(at_1e4) / np.mean(at_1e5) < 4.75
+    assert 4 < np.mean(at_1e4) / at_1e6 < 30
 
 
 def test_relaxed_rule_is_far_from_the_distribution_of_the_target() -> None:
@@ -192,7 +213,7 @@ def test_relaxed_rule_is_far_from_the_distribution_of_the_target() -> None:
     models = Models.make(seed=1, noise=1.0)
     law = _exact_law(models, 1.0, 1.0)
     for rule in (FuzzyRule(0.06), FuzzyRule(math.inf), TypicalRule()):
-        counts = _first_two(models, rule, 10_000, 9)
+        counts = sum(_first_two(models, rule, 10_000, 9, chunk=10_000))
         assert distance(counts, law) > 5 * bound(law, 10_000)
 
 
@@ -228,7 +249,7 @@ def test_sample_selection_has_the_enumerated_distribution(
     law = _fsd_law(models, threshold, temperature, top_p, min_ratio, fallback)
     rule = FuzzyRule(threshold, min_ratio=min_ratio)
     options = {"fallback": fallback, "selection": "sample"}
-    counts = _first_two(models, rule, rows, 10, temperature, top_p, **options)
+    counts = sum(_first_two(models, rule, rows, 10, temperature, top_p, **options))
     assert distance(counts, law) < bound(law, rows)
     assert not counts[law == 0].any()
     if root_open:
@@ -259,3 +280,86 @@ def test_generate_at_threshold_zero_has_the_distribution_of_the_target(
     """3000 identical prompts and three new tokens, some of them from a second step."""
     draws = generate(pair, 3000, 3, seed=1, temperature=temperature, top_p=top_p)
     assert_target_law(draws, target_law(pair.model, 3, temperature, top_p))
+
+
+def _step_law(inputs: VerificationInputs, threshold: float) -> Array:
+    """``[V, V + 1]``: the distribution of the first two tokens of a step, ``selection="sample"``.
+
+    Column ``V`` means that the step ended after one token. Enumerated from row 0 of ``inputs``.
+    """
+    tree = inputs.tree
+    parents, tokens = tree.parents[0].tolist(), tree.tokens[0].tolist()
+
+    def at(node: int) -> Array:
+        raw = inputs.raw.dense()[0, node].double().exp().numpy()
+        p = inputs.warped.dense()[0, node].double().exp().numpy()
+        row = tree.draft_rows[0, node].item()
+        if row < 0 or node not in parents[1:]:
+            return p
+        raw_q = tree.draft_log_probs[0, row].double().exp().numpy()
+        if _js(raw, raw_q) >= threshold:
+            return p
+        q = inputs.warped_draft.dense()[0, row].double().exp().numpy()
+        return np.where(p > 0, q, 0) + q[p == 0].sum() * p
+
+    law = np.zeros((TINY, TINY + 1))
+    law[:, TINY] = at(0)
+    for node in range(1, tree.size):
+        if parents[node] == 0:
+            token = tokens[node]
+            law[token, :TINY] = law[token, TINY] * at(node)
+            law[token, TINY] = 0
+    return law / law.sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("temperature", "top_p"), MODES)
+def test_generate_with_sample_selection_has_the_enumerated_distribution(
+    pair: EagleFSD, temperature: float, top_p: float
+) -> None:
+    """The first step of 6000 prompts; the gate is open at the root and at some nodes below."""
+    acceptance = AcceptanceConfig(threshold=1.0, selection="sample")
+    options = {"temperature": temperature, "top_p": top_p, "acceptance": acceptance}
+
+    def sample(rows: int, new: int, seed: int, rule: RecordingRule) -> Draws:
+        return generate(pair, rows, new, seed, rule=rule, **options)
+
+    rule = RecordingRule()
+    sample(1, 1, 0, rule)
+    found = rule.divergences(rule.steps[0])[0]
+    above = sorted(value for value in found[found.isfinite()].tolist() if value > found[0])
+    assert len(above) >= 2, "pick another seed for the pair: its root must be among the closest"
+    middle = len(above) // 2
+    threshold = (above[middle - 1] + above[middle]) / 2
+
+    rows, rule = 6000, RecordingRule(threshold)
+    draws = sample(rows, 3, 2, rule)
+    tree = rule.steps[0].tree
+    assert (tree.tokens == tree.tokens[:1]).all()
+    law = _step_law(rule.steps[0], threshold)
+    answers = draws.answers[:, :2].clone()
+    ended = torch.tensor([row[0] == 1 for row in draws.accepted])
+    answers[ended, 1] = TINY
+    counts = histogram(answers, law.shape)
+    assert distance(counts, law) < bound(law, rows)
+    exact = _step_law(rule.steps[0], 0.0)
+    assert distance(counts, exact) > 2 * bound(exact, rows)
+    assert draws.count(Origin.FUZZY) > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("selection", ["longest", "target", "sample"])
+def test_generate_never_emits_masked_tokens(pair: EagleFSD, selection: str) -> None:
+    """``T = inf``, 100 prompts of 8 tokens: all are in the target's top-k or nucleus."""
+    acceptance = AcceptanceConfig(threshold=math.inf, selection=selection)
+    for top_k, top_p in ((2, 1.0), (0, 0.6)):
+        options = {"temperature": 1.0, "top_k": top_k, "top_p": top_p, "acceptance": acceptance}
+        draws = generate(pair, 100, 8, 3, **options)
+        assert draws.count(Origin.FUZZY) > 0
+        sequences = torch.cat([torch.tensor([PROMPT]).expand(100, -1), draws.answers], 1)
+        probs = pair.model(sequences).logits.double().softmax(-1)[:, len(PROMPT) - 1 : -1]
+        above = torch.where(probs > probs.gather(-1, draws.answers[:, :, None]), probs, 0.0)
+        if top_k:
+            assert ((above > 0).sum(-1) < top_k).all()
+        else:
+            assert (above.sum(-1) < top_p + 1e-4).all()
