@@ -33,6 +33,7 @@ from typing import Any
 from eagle_fsd.evaluation import engines
 from eagle_fsd.evaluation.certificate import (
     Verdict,
+    certificate_of,
     check_questions,
     conclude,
     count_unscored_as_wrong,
@@ -80,7 +81,7 @@ from eagle_fsd.evaluation.tables import Row, Table
 from eagle_fsd.evaluation.tuning.search import TIMED_TREES, TreePlan, plan_trees
 from eagle_fsd.evaluation.tuning.settings_file import settings_files, settings_values
 from eagle_fsd.evaluation.tuning.workload import Workload
-from eagle_fsd.model.config import Certificate, Settings, TreeConfig
+from eagle_fsd.model.config import Settings, TreeConfig
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.options import OptionsError
@@ -399,17 +400,9 @@ def chosen_settings(
     lossless = {task.config.batch: task.exact.pair_for(model).tree}
     values = settings_values(model, method.pair_for(model), lossless, task.request, about)
     if verdicts and verdicts[-1].certified:
-        lost, gained, paired = outcomes(verdicts[-1].row)
-        certificate = Certificate(
-            decoder="eagle-fsd",
-            measure=f"{task.config.measured} on {about['questions']}",
-            questions=paired,
-            lost=lost,
-            gained=gained,
-            bound=verdicts[-1].drop,
-            confidence=task.bounds.confidence,
-            temperature=about["temperature"],
-            revision=report["environment"]["revision"],
+        bound, confidence = verdicts[-1].drop, task.bounds.confidence
+        certificate = certificate_of(
+            report, row, "eagle-fsd", bound, confidence, task.config.measured
         )
         values["certificate"] = certificate.model_dump()
     return values

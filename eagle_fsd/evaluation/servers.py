@@ -15,7 +15,11 @@ from typing import Any
 from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.answering import Answerer, Conversation, Turn
 from eagle_fsd.evaluation.batches import Reply
-from eagle_fsd.evaluation.certificate import check_questions, count_unscored_as_wrong, outcomes
+from eagle_fsd.evaluation.certificate import (
+    certificate_of,
+    check_questions,
+    count_unscored_as_wrong,
+)
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, ServerOptions
 from eagle_fsd.evaluation.methods import EXACT
 from eagle_fsd.evaluation.plots import draw_figures
@@ -32,7 +36,7 @@ from eagle_fsd.evaluation.runner import (
 )
 from eagle_fsd.evaluation.tables import Row, points_text
 from eagle_fsd.evaluation.verdict import comparison_text
-from eagle_fsd.model.config import Certificate, PairOptions, read_settings
+from eagle_fsd.model.config import PairOptions, read_settings
 from eagle_fsd.utils.chat_api import ChatClient, Endpoint, EndpointError, map_concurrently
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.options import OptionsError
@@ -246,23 +250,14 @@ def evaluate_servers(
 def certify(report: Report, options: ServerOptions, row: Row) -> str:
     """Write a certificate if the bound on a server's loss is small enough; return the outcome."""
     assert options.certify is not None
-    lost, gained, paired = outcomes(row)
     bound = max(0.0, row["against_exact"]["loss_limit"])
     if 100 * bound > options.max_drop:
         return (
             f"Not certified: the loss is at most {points_text(bound)} points, and --max-drop is"
             f" {options.max_drop:g}."
         )
-    certificate = Certificate(
-        decoder=options.engine or row["settings"]["engine"] or "unknown",
-        measure=f"accuracy on {report['about']['questions']}",
-        questions=paired,
-        lost=lost,
-        gained=gained,
-        bound=100 * bound,
-        confidence=options.confidence,
-        revision=report["environment"]["revision"],
-    )
+    decoder = options.engine or row["settings"]["engine"] or "unknown"
+    certificate = certificate_of(report, row, decoder, 100 * bound, options.confidence)
     values = json.loads(options.certify.read_text(encoding="utf-8"))
     values["certificate"] = certificate.model_dump()
     atomic_write(options.certify, json.dumps(values, indent=2) + "\n")
