@@ -21,16 +21,14 @@ from eagle_fsd.evaluation.certificate import (
     count_unscored_as_wrong,
 )
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, ServerOptions
-from eagle_fsd.evaluation.methods import EXACT
 from eagle_fsd.evaluation.plots import draw_figures
 from eagle_fsd.evaluation.questions.question import Question
-from eagle_fsd.evaluation.questions.sets import requested_questions
 from eagle_fsd.evaluation.report import limit_losses
 from eagle_fsd.evaluation.runner import (
     Evaluation,
     Hooks,
     Report,
-    check_request,
+    checked_questions,
     conduct,
     ignore,
 )
@@ -223,9 +221,7 @@ def evaluate_servers(
     given = request.model_fields_set & {*PairOptions.model_fields, "baseline", "assistant"}
     if given:
         raise OptionsError(f"--server compares servers, which {min(given)} does not affect")
-    with progress("downloading") as advance:
-        questions = requested_questions(request, config.seed, advance)
-    check_request(request, config, [EXACT.name], questions)
+    questions = checked_questions(request, config, progress)
     if options.certify is not None:
         read_settings(options.certify)  # before hours of requests
         questions = list(map(count_unscored_as_wrong, questions))

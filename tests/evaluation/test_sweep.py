@@ -18,12 +18,12 @@ from eagle_fsd.evaluation import sweep as sweep_module
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, GridConfig
 from eagle_fsd.evaluation.methods import EXACT, Method
 from eagle_fsd.evaluation.questions.formats import bundled_questions
+from eagle_fsd.evaluation.search.prediction import Candidate
+from eagle_fsd.evaluation.search.search import TreePlan
+from eagle_fsd.evaluation.search.workload import Workload
 from eagle_fsd.evaluation.statistics import loss_bound
 from eagle_fsd.evaluation.sweep import probe_divergences, sweep
 from eagle_fsd.evaluation.tables import points_text
-from eagle_fsd.evaluation.tuning.prediction import Candidate
-from eagle_fsd.evaluation.tuning.search import TreePlan
-from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.evaluation.verdict import conclusions
 from eagle_fsd.model.config import Settings
 
