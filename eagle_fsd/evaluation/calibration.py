@@ -123,12 +123,19 @@ class Calibration:
     """
 
     report: Report
-    #: Name of the chosen method.
-    chosen: str
-    #: The selection as a table.
-    table: Table
     #: The ``fsd.json`` files that were written.
     files: list[Path] = field(default_factory=list)
+
+    @property
+    def chosen(self) -> str:
+        """Name of the chosen method."""
+        return str(self.report["calibrated"])
+
+    @property
+    def table(self) -> Table:
+        """The selection as a table."""
+        found: Table = self.report["tables"][0]
+        return found
 
     @property
     def conclusion(self) -> str:
@@ -355,7 +362,7 @@ def extend_report(task: Task, tested: Sequence[Method], report: Report) -> Calib
     method = tested[-1] if verdicts and verdicts[-1].certified else task.exact
     report |= limit_losses(report["rows"], tests - len(tested), bounds.confidence)
     report["selection"] = list(task.rows.values())
-    report["tables"] = [table] = [selection_table(task)]
+    report["tables"] = [selection_table(task)]
     conclusion = conclude(verdicts, bounds, tests, len(task.methods), task.config.measured)
     report["calibration"] = chosen_settings(task, method, verdicts, report, by_name)
     report["flags"] = None
@@ -366,7 +373,7 @@ def extend_report(task: Task, tested: Sequence[Method], report: Report) -> Calib
     report["conclusions"] = [conclusion]
     report["calibrated"] = method.name
     draw_figures(report, task.folder)
-    return Calibration(report, method.name, table)
+    return Calibration(report)
 
 
 def chosen_settings(
@@ -412,9 +419,8 @@ def chosen_settings(
     lossless = {task.config.batch: task.exact.pair_for(model).tree}
     values = settings_values(model, method.pair_for(model), lossless, task.request, about)
     if verdicts and verdicts[-1].certified:
-        bound, confidence = verdicts[-1].drop, task.bounds.confidence
         certificate = certificate_of(
-            report, row, "eagle-fsd", bound, confidence, task.config.measured
+            report, verdicts[-1], "eagle-fsd", task.bounds, task.config.measured
         )
         values["certificate"] = certificate.model_dump()
     return values

@@ -61,23 +61,22 @@ class Verdict:
 
 def certificate_of(
     report: dict[str, Any],
-    row: Row,
+    verdict: Verdict,
     decoder: str,
-    bound: float,
-    confidence: float,
+    bounds: LossBounds,
     measured: str = "accuracy",
 ) -> Certificate:
-    """Return the certificate of a bound, in percentage points, on the loss of a report's method."""
+    """Return the certificate of a setting that passed its test on the questions of a report."""
     about = report["about"]
-    lost, gained, paired = outcomes(row)
+    lost, gained, paired = outcomes(verdict.row)
     return Certificate(
         decoder=decoder,
         measure=f"{measured} on {about['questions']}",
         questions=paired,
         lost=lost,
         gained=gained,
-        bound=bound,
-        confidence=confidence,
+        bound=verdict.drop,
+        confidence=bounds.confidence,
         temperature=about["temperature"],
         revision=report["environment"]["revision"],
     )

@@ -16,6 +16,7 @@ from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.answering import Answerer, Conversation, Turn
 from eagle_fsd.evaluation.batches import Reply
 from eagle_fsd.evaluation.certificate import (
+    Verdict,
     certificate_of,
     check_questions,
     count_unscored_as_wrong,
@@ -246,14 +247,14 @@ def evaluate_servers(
 def certify(report: Report, options: ServerOptions, row: Row) -> str:
     """Write a certificate if the bound on a server's loss is small enough; return the outcome."""
     assert options.certify is not None
-    bound = max(0.0, row["against_exact"]["loss_limit"])
-    if 100 * bound > options.max_drop:
+    verdict = Verdict.of(row, options, tests=1)
+    if not verdict.certified:
         return (
-            f"Not certified: the loss is at most {points_text(bound)} points, and --max-drop is"
-            f" {options.max_drop:g}."
+            f"Not certified: the loss is at most {points_text(verdict.drop / 100)} points, and"
+            f" --max-drop is {options.max_drop:g}."
         )
     decoder = options.engine or row["settings"]["engine"] or "unknown"
-    certificate = certificate_of(report, row, decoder, 100 * bound, options.confidence)
+    certificate = certificate_of(report, verdict, decoder, options)
     values = json.loads(options.certify.read_text(encoding="utf-8"))
     values["certificate"] = certificate.model_dump()
     atomic_write(options.certify, json.dumps(values, indent=2) + "\n")
