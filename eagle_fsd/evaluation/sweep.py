@@ -90,7 +90,7 @@ def sweep(
         probed = balanced_subset(questions, MAX_PROBED_QUESTIONS)
         prompts = Workload.of(model, probed, request, config)
         report |= {"divergences": probe_divergences(prompts, grid.divergences), "omitted": omitted}
-        report["conclusions"] = conclusions(report["rows"])
+        report["conclusions"] = conclusions(report)
         if omitted:
             report["tables"] = [(["not measured", "because"], list(map(list, omitted.items())))]
         own = [name for name, item in kept.items() if item.pair_for(model).acceptance == stored]
