@@ -64,13 +64,7 @@ from eagle_fsd.evaluation.runner import (
     load_share,
     run_evaluation,
 )
-from eagle_fsd.evaluation.search.search import (
-    TIMED_TREES,
-    TREES_FILE,
-    TreePlan,
-    measure_speeds,
-    plan_trees,
-)
+from eagle_fsd.evaluation.search.search import TREES_FILE, TreePlan, measure_speeds, plan_trees
 from eagle_fsd.evaluation.search.workload import Workload
 from eagle_fsd.evaluation.selection import (
     Setting,
@@ -307,9 +301,7 @@ def fix_tests(
     """
     rows, fixed = task.rows, read_tests(task.folder, task.bounds)
     task.model.compile = bool(task.request.compile)  # answers are decoded without compilation
-    raced = [trees.exact, *(item.tree for item in trees.candidates[EXACT.name][:TIMED_TREES])]
-    if fixed:
-        raced = [TreeConfig(**fixed["exact"])]
+    raced = [TreeConfig(**fixed["exact"])] if fixed else trees.exact_trees
     methods = {item.name: item.method for item in plan}
     exact, measured = measure_speeds(workload, raced, list(methods.values()), task.progress)
     for name, row in rows.items():

@@ -110,7 +110,7 @@ def plan_settings(plan: TreePlan, methods: Sequence[Method]) -> list[Setting]:
     several floors, only the first is tried.
     """
     found: dict[Candidate, Setting] = {}
-    exact = plan.candidates[EXACT.name][0].tokens_per_second
+    exact = plan.speed(EXACT.name)
     for method in methods:
         trees = plan.candidates[method.name]
         chains = [item for item in trees if item.tree.top_k == 1]

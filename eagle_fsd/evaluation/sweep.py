@@ -105,8 +105,8 @@ def sweep(
 
 def slow_methods(plan: TreePlan) -> dict[str, str]:
     """Return, by name, why methods are not measured that are predicted to be slow at their best."""
-    speeds = {name: trees[0].tokens_per_second for name, trees in plan.candidates.items()}
-    ratios = {name: speed / speeds[EXACT.name] for name, speed in speeds.items()}
+    exact = plan.speed(EXACT.name)
+    ratios = {name: plan.speed(name) / exact for name in plan.candidates}
     return {
         name: f"predicted to be {ratio:.2f} times as fast as exact decoding"
         for name, ratio in ratios.items()

@@ -297,6 +297,15 @@ class TreePlan(BaseModel):
             candidates[name] = [*known, *(item for item in found if item.tree not in seconds)]
         return TreePlan(exact=self.exact, candidates=candidates)
 
+    @property
+    def exact_trees(self) -> list[TreeConfig]:
+        """The trees of exact decoding to race once more, beginning with the one so far."""
+        return [self.exact, *(item.tree for item in self.candidates[EXACT.name][:TIMED_TREES])]
+
+    def speed(self, name: str) -> float:
+        """Return the predicted speed of a method with its fastest tree, in tokens per second."""
+        return self.candidates[name][0].tokens_per_second
+
     def with_trees(self, methods: Sequence[Method]) -> list[Method]:
         """Return methods with their fastest trees."""
         trees = {name: found[0].tree for name, found in self.candidates.items()}
@@ -341,11 +350,9 @@ def plan_trees(
         plan = plan.timed(workload, progress)
         plan.exact = plan.candidates[EXACT.name][0].tree
     if last_race:
-        speeds = {name: found[0].tokens_per_second for name, found in plan.candidates.items()}
-        ranked = sorted(plan.with_trees(methods), key=lambda method: -speeds[method.name])
-        likely = [item.tree for item in plan.candidates[EXACT.name][:TIMED_TREES]]
+        ranked = sorted(plan.with_trees(methods), key=lambda method: -plan.speed(method.name))
         with progress("racing the best trees of exact") as advance:
-            (winner, *_), _ = race_exact(workload, [plan.exact, *likely], ranked[:1], advance)
+            (winner, *_), _ = race_exact(workload, plan.exact_trees, ranked[:1], advance)
         plan.exact = winner.tree
     atomic_write(file, json.dumps({"key": key, **plan.model_dump(mode="json")}) + "\n")
     return plan
