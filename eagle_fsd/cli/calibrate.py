@@ -1,4 +1,4 @@
-"""``eagle-fsd calibrate``: find the fastest settings whose loss of accuracy is bounded."""
+"""``eagle-fsd calibrate``: find the fastest settings whose loss of quality is bounded."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def calibrate(
         options("Decoding", exclude=("samples", "seeds", *MeasureConfig.model_fields)),
     ] = CalibrationConfig(),
 ) -> None:
-    """Find the fastest settings whose loss of accuracy is bounded; write them to fsd.json."""
+    """Find the fastest settings whose loss of quality is bounded; write them to fsd.json."""
     from eagle_fsd.evaluation.calibration import calibrate as run
     from eagle_fsd.evaluation.tables import footnote
 

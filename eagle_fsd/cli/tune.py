@@ -26,7 +26,7 @@ UNUSED = (
 )
 
 if TYPE_CHECKING:
-    from eagle_fsd.evaluation.tuning.tune import Tuning
+    from eagle_fsd.evaluation.tune import Tuning
 
 
 def tune(
@@ -49,7 +49,7 @@ def tune(
     One tree is for lossless decoding, the other for the acceptance settings of the pair or of the
     command line. Calibrate again afterwards: a bound on the loss holds for one tree only.
     """
-    from eagle_fsd.evaluation.tuning.tune import tune as run
+    from eagle_fsd.evaluation.tune import tune as run
 
     check_single_process("tune")
     request = request.model_copy(update={"questions": questions})

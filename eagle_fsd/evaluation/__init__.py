@@ -4,9 +4,9 @@ Start with ``runner.py``: :func:`evaluate` loads a pair, answers questions with 
 (``methods.py``, ``answering.py``), keeps the answers (``answer_store.py``), scores them
 (``scoring.py``; ``graders.py`` for users' graders) and reports (``report.py``, ``tables.py``).
 ``servers.py`` compares servers in the same way.
-``sweep.py``, ``calibration.py`` and ``bench.py`` build on it; their options are in ``config.py``.
-``tuning`` searches draft trees for them and for ``eagle-fsd tune``; ``selection.py`` and
-``certificate.py`` are the two halves of a calibration.
+``bench.py``, ``sweep.py`` and ``calibration.py`` build on it; their options are in ``config.py``.
+``search`` is the search that the last two and ``tune.py`` put their questions to; ``selection.py``
+and ``certificate.py`` are the two halves of a calibration.
 ``questions`` reads question sets, ``code_execution`` runs generated programs, and ``judge`` has
 answers rated by a language model.
 

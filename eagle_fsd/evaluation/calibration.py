@@ -3,7 +3,7 @@
 Every setting is compared with exact decoding on the same questions, both with the tree that suits
 them best. The settings are all combinations of an acceptance setting (FSD's grid, priced paths and
 rules from the literature) with a tree: for each of the first, the fastest chain and the fastest
-bushy tree by prediction (see :mod:`eagle_fsd.evaluation.tuning`), because a bushy tree loses less
+bushy tree by prediction (see :mod:`eagle_fsd.evaluation.search`), because a bushy tree loses less
 accuracy at the same threshold.
 
 A fifth of the questions of every category :func:`select` the settings to test (``selection.py``).
@@ -33,6 +33,7 @@ from typing import Any
 from eagle_fsd.evaluation import engines
 from eagle_fsd.evaluation.certificate import (
     Verdict,
+    certificate_of,
     check_questions,
     conclude,
     count_unscored_as_wrong,
@@ -50,21 +51,21 @@ from eagle_fsd.evaluation.config import (
 )
 from eagle_fsd.evaluation.methods import EXACT, Method, given_acceptance
 from eagle_fsd.evaluation.plots import draw_figures
-from eagle_fsd.evaluation.processes import start_processes
+from eagle_fsd.evaluation.processes import on_first_process, start_processes
 from eagle_fsd.evaluation.questions.question import Question
-from eagle_fsd.evaluation.questions.sets import requested_questions
 from eagle_fsd.evaluation.report import limit_losses
 from eagle_fsd.evaluation.runner import (
     Evaluation,
     Hooks,
     Loaded,
     Report,
-    check_request,
+    checked_questions,
     ignore,
     load_share,
-    on_first_process,
     run_evaluation,
 )
+from eagle_fsd.evaluation.search.search import TREES_FILE, TreePlan, measure_speeds, plan_trees
+from eagle_fsd.evaluation.search.workload import Workload
 from eagle_fsd.evaluation.selection import (
     Setting,
     add_rows,
@@ -74,13 +75,10 @@ from eagle_fsd.evaluation.selection import (
     drop_settings,
     engine_plan,
     plan_settings,
-    race_settings,
 )
+from eagle_fsd.evaluation.settings_file import settings_files, settings_values
 from eagle_fsd.evaluation.tables import Row, Table
-from eagle_fsd.evaluation.tuning.search import TIMED_TREES, TreePlan, plan_trees
-from eagle_fsd.evaluation.tuning.settings_file import settings_files, settings_values
-from eagle_fsd.evaluation.tuning.workload import Workload
-from eagle_fsd.model.config import Certificate, Settings, TreeConfig
+from eagle_fsd.model.config import Settings, TreeConfig
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.options import OptionsError
@@ -94,10 +92,10 @@ DEFAULT_COUNT = 2000
 ROUNDS: tuple[tuple[int | None, int], ...] = ((16, 6), (64, 3), (None, 3))
 #: Groups of prompts on which speeds are measured.
 RACE_GROUPS = 24
-#: Files with the trees of all settings; with the ids of the questions of both stages, the names of
-#: the settings to choose from, and whether passes are compiled; and with the bounds, the tree of
-#: exact decoding and the settings to test, fixed before a fresh question is answered.
-TREES_FILE, QUESTIONS_FILE, TESTS_FILE = "trees.json", "questions.json", "tests.json"
+#: Files with the ids of the questions of both stages, the names of the settings to choose from, and
+#: whether passes are compiled; and with the bounds, the tree of exact decoding and the settings to
+#: test, fixed before a fresh question is answered.
+QUESTIONS_FILE, TESTS_FILE = "questions.json", "tests.json"
 #: Advice where a calibration cannot be resumed.
 OTHER_QUESTIONS = (
     "choose another output folder, and with --skip or --seed other questions: those that have"
@@ -119,12 +117,19 @@ class Calibration:
     """
 
     report: Report
-    #: Name of the chosen method.
-    chosen: str
-    #: The selection as a table.
-    table: Table
     #: The ``fsd.json`` files that were written.
     files: list[Path] = field(default_factory=list)
+
+    @property
+    def chosen(self) -> str:
+        """Name of the chosen method."""
+        return str(self.report["calibrated"])
+
+    @property
+    def table(self) -> Table:
+        """The selection as a table."""
+        found: Table = self.report["tables"][0]
+        return found
 
     @property
     def conclusion(self) -> str:
@@ -136,6 +141,7 @@ class Calibration:
 class Task:
     """A calibration: its options, the pair, the questions of both stages, and what they have shown.
 
+    ``methods`` are the acceptance settings to choose from, see :func:`candidate_methods`.
     ``rows`` are the results on the questions for the selection by method, ``exact`` is exact
     decoding with its tree, and ``tests`` are the settings to test, fastest first.
     """
@@ -145,6 +151,7 @@ class Task:
     bounds: LossBounds
     engine: EngineName | None
     progress: ProgressFactory
+    methods: Sequence[Method]
     model: EagleFSD
     used: Sequence[Question]
     fresh: Sequence[Question]
@@ -207,26 +214,42 @@ def calibrate(
     """
     config, grid = config or CalibrationConfig(), grid or CalibrationGrid()
     methods = candidate_methods(grid, engine, config.temperature, rules, settings, request.drafter)
-    folder = request.output_folder("calibrate")
     files = []
     if engine is None or engines.ENGINES[engine].reads_settings:
-        files = settings_files(request, folder, install)
+        files = settings_files(request, request.output_folder("calibrate"), install)
     elif install:
         raise OptionsError(f"--install writes fsd.json, which cannot hold {engine}'s settings")
+    task = prepare(request, bounds, config, engine, progress, methods, settings)
+    select(task)
+    found = certify(task)
+    if found is None:
+        return None
+    for file in files:
+        atomic_write(file, json.dumps(found.report["calibration"], indent=2) + "\n")
+    return replace(found, files=files)
+
+
+def prepare(
+    request: EvaluationRequest,
+    bounds: LossBounds,
+    config: CalibrationConfig,
+    engine: EngineName | None,
+    progress: ProgressFactory,
+    methods: Sequence[Method],
+    settings: Settings | None,
+) -> Task:
+    """Load questions and pair, and check, before hours of decoding, that they can be calibrated."""
     if request.assistant and config.answer_batch > 1:
         raise OptionsError(
             "--assistant requires --answer-batch 1: assisted generation has no batches"
         )
     if request.questions == "bundled":
         request = request.updated(count=request.count or DEFAULT_COUNT)
-    state = start_processes()
-    with state.main_process_first(), progress("downloading") as advance:
-        questions = requested_questions(request, config.seed, advance)
-        answering = config.updated(batch=config.answer_batch)
-        check_request(request, answering, [EXACT.name], questions)
+    questions = checked_questions(request, config.updated(batch=config.answer_batch), progress)
     used, fresh = split_questions(list(map(count_unscored_as_wrong, questions)))
-    scored = config.measure == "accuracy"
+    scored, state = config.measure == "accuracy", start_processes()
     warnings = [check_questions(bounds, fresh, request.execute_code, scored)]
+    folder = request.output_folder("calibrate")
     with state.main_process_first():
         check_folder(folder, used, fresh, methods, bool(request.compile), config)
     model = load_share(request, settings)
@@ -238,29 +261,22 @@ def calibrate(
         )
     for warning in filter(None, warnings if state.is_main_process else ()):
         log.warning("%s", warning)
-    if engine:  # before hours of decoding
+    if engine:
         engines.ENGINES[engine].check(model)
-    task = Task(request, config, bounds, engine, progress, model, used, fresh)
-    select(task, methods)
-    found = certify(task, len(methods))
-    if found is None:
-        return None
-    for file in files:
-        atomic_write(file, json.dumps(found.report["calibration"], indent=2) + "\n")
-    return replace(found, files=files)
+    return Task(request, config, bounds, engine, progress, methods, model, used, fresh)
 
 
-def select(task: Task, methods: Sequence[Method]) -> None:
+def select(task: Task) -> None:
     """Select the settings to test: combinations of acceptance settings with trees."""
     raced = task.used[: RACE_GROUPS * task.config.batch]
     workload = Workload.of(task.model, raced, task.request, task.config)
     compiled, file = bool(task.request.compile), task.folder / TREES_FILE
     trees = on_first_process(
-        lambda: plan_trees(workload, methods, file, task.progress, compiled=compiled)
+        lambda: plan_trees(workload, task.methods, file, task.progress, compiled=compiled)
     )
     trees = engine_plan(trees, task.engine)
     exact = replace(EXACT, tree=trees.exact)
-    plan, start = plan_settings(trees, methods), 0
+    plan, start = plan_settings(trees, task.methods), 0
     for number, (end, kept) in enumerate(ROUNDS, 1):
         part, start = task.used[start:end], end or 0
         if not part or (number > 1 and not plan):
@@ -285,14 +301,12 @@ def fix_tests(
     """
     rows, fixed = task.rows, read_tests(task.folder, task.bounds)
     task.model.compile = bool(task.request.compile)  # answers are decoded without compilation
-    raced = [trees.exact, *(item.tree for item in trees.candidates[EXACT.name][:TIMED_TREES])]
-    if fixed:
-        raced = [TreeConfig(**fixed["exact"])]
-    exact, measured = race_settings(workload, raced, plan, task.progress)
+    raced = [TreeConfig(**fixed["exact"])] if fixed else trees.exact_trees
+    methods = {item.name: item.method for item in plan}
+    exact, measured = measure_speeds(workload, raced, list(methods.values()), task.progress)
     for name, row in rows.items():
         row |= measured.get(name, dict.fromkeys(SPEED_FIELDS))
     rows[EXACT.name]["settings"] = exact.describe(task.model)
-    methods = {item.name: item.method for item in plan}
     if not fixed:
         chosen = choose_tests([rows[name] for name in methods], task.bounds, len(task.fresh))
         fixed = {
@@ -304,17 +318,17 @@ def fix_tests(
     return exact, [methods[name] for name in fixed["tests"]]
 
 
-def certify(task: Task, choices: int) -> Calibration | None:
+def certify(task: Task) -> Calibration | None:
     """Test the selected settings on fresh questions, until one of them is certified.
 
     If nothing was selected, a report on exact decoding is written. None except on the first
-    process. ``choices`` is the number of settings to choose from.
+    process.
     """
     tested: list[Method] = []
     found: list[Calibration] = []
 
     def finish(_: Evaluation, report: Report) -> None:
-        found.append(extend_report(task, tested, report, choices))
+        found.append(extend_report(task, tested, report))
 
     if not task.tests:
         task.answer(task.used[: ROUNDS[0][0]], [task.exact], on_report=finish)
@@ -326,9 +340,7 @@ def certify(task: Task, choices: int) -> Calibration | None:
     return found[-1] if found else None
 
 
-def extend_report(
-    task: Task, tested: Sequence[Method], report: Report, choices: int
-) -> Calibration:
+def extend_report(task: Task, tested: Sequence[Method], report: Report) -> Calibration:
     """Extend the report on the fresh questions by the selection, verdicts and settings."""
     tests, bounds = len(task.tests), task.bounds
     # Answers were decoded with other batches than those whose speed was measured.
@@ -342,8 +354,8 @@ def extend_report(
     method = tested[-1] if verdicts and verdicts[-1].certified else task.exact
     report |= limit_losses(report["rows"], tests - len(tested), bounds.confidence)
     report["selection"] = list(task.rows.values())
-    report["tables"] = [table] = [selection_table(task)]
-    conclusion = conclude(verdicts, bounds, tests, choices, task.config.measured)
+    report["tables"] = [selection_table(task)]
+    conclusion = conclude(verdicts, bounds, tests, len(task.methods), task.config.measured)
     report["calibration"] = chosen_settings(task, method, verdicts, report, by_name)
     report["flags"] = None
     if task.engine:
@@ -353,7 +365,7 @@ def extend_report(
     report["conclusions"] = [conclusion]
     report["calibrated"] = method.name
     draw_figures(report, task.folder)
-    return Calibration(report, method.name, table)
+    return Calibration(report)
 
 
 def chosen_settings(
@@ -399,17 +411,8 @@ def chosen_settings(
     lossless = {task.config.batch: task.exact.pair_for(model).tree}
     values = settings_values(model, method.pair_for(model), lossless, task.request, about)
     if verdicts and verdicts[-1].certified:
-        lost, gained, paired = outcomes(verdicts[-1].row)
-        certificate = Certificate(
-            decoder="eagle-fsd",
-            measure=f"{task.config.measured} on {about['questions']}",
-            questions=paired,
-            lost=lost,
-            gained=gained,
-            bound=verdicts[-1].drop,
-            confidence=task.bounds.confidence,
-            temperature=about["temperature"],
-            revision=report["environment"]["revision"],
+        certificate = certificate_of(
+            report, verdicts[-1], "eagle-fsd", task.bounds, task.config.measured
         )
         values["certificate"] = certificate.model_dump()
     return values

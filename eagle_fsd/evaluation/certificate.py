@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from eagle_fsd.evaluation.config import LossBounds
 from eagle_fsd.evaluation.questions.question import Question
@@ -15,6 +16,7 @@ from eagle_fsd.evaluation.statistics import (
     loss_bound,
 )
 from eagle_fsd.evaluation.tables import Row, points_text
+from eagle_fsd.model.config import Certificate
 
 #: Part of the questions on which settings are selected; the others certify them.
 SELECTION_SHARE = 0.2
@@ -55,6 +57,29 @@ class Verdict:
         lost, gained, paired = outcomes(row)
         passed = is_loss_below(bounds.max_drop / 100, lost, gained, paired, level)
         return cls(row, 100 * max(0.0, loss_bound(lost, gained, paired, level)), passed)
+
+
+def certificate_of(
+    report: dict[str, Any],
+    verdict: Verdict,
+    decoder: str,
+    bounds: LossBounds,
+    measured: str = "accuracy",
+) -> Certificate:
+    """Return the certificate of a setting that passed its test on the questions of a report."""
+    about = report["about"]
+    lost, gained, paired = outcomes(verdict.row)
+    return Certificate(
+        decoder=decoder,
+        measure=f"{measured} on {about['questions']}",
+        questions=paired,
+        lost=lost,
+        gained=gained,
+        bound=verdict.drop,
+        confidence=bounds.confidence,
+        temperature=about["temperature"],
+        revision=report["environment"]["revision"],
+    )
 
 
 def split_questions(questions: Sequence[Question]) -> tuple[list[Question], list[Question]]:

@@ -258,10 +258,13 @@ class BenchGrid(GridConfig):
 
 
 class LossBounds(Options):
-    """The largest loss of accuracy to accept."""
+    """The largest loss to accept, of accuracy or of what :class:`MeasureConfig` counts."""
 
     max_drop: float = Field(
-        1.0, ge=0.0, le=100.0, description="Largest loss of accuracy, in percentage points."
+        1.0,
+        ge=0.0,
+        le=100.0,
+        description="Largest share of answers to lose, less those gained, in percentage points.",
     )
     confidence: float = Field(
         0.95, ge=0.5, le=0.9999, description="Confidence that the loss is within the bound."

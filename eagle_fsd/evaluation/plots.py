@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from eagle_fsd.evaluation.config import MeasureConfig
 from eagle_fsd.evaluation.frontier import Point, pareto_front, points, quality_range, speed_range
 from eagle_fsd.evaluation.methods import BASELINES, EXACT, HF, PLAIN
 from eagle_fsd.evaluation.tables import Row, measurement
@@ -126,7 +127,9 @@ def _draw(report: dict[str, Any], name: str) -> Any:
     axis.set_xlim(speed_range(found))
     axis.set_ylim(quality_range(found))
     scored = found[0].row["accuracy"] is not None
-    axis.set_ylabel("accuracy (%)" if scored else "log-probability (nats/token)")
+    given = {name: report["about"].get(name) for name in MeasureConfig.model_fields}
+    measured = MeasureConfig().updated(**given).measured
+    axis.set_ylabel(f"{measured} (%)" if scored else "log-probability (nats/token)")
     axis.set_xlabel("tokens/s, including the prefill")
     if PLAIN.name in known:
         plain = known[PLAIN.name].speed

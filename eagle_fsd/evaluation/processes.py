@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from accelerate.utils import DistributedType, parse_flag_from_env
+from accelerate.utils import DistributedType, broadcast_object_list, parse_flag_from_env
 
 from eagle_fsd.model.config import TENSOR_PARALLEL
 from eagle_fsd.model.target import Target
@@ -39,6 +39,16 @@ def join_processes() -> bool:
     state.distributed_type = DistributedType.NO
     state.num_processes, state.process_index = 1, 0
     return is_first
+
+
+def on_first_process(function: Callable[[], T]) -> T:
+    """Call a function on the first process, and return its result on all of them."""
+    found: list[Any] = [None]
+    if start_processes().is_main_process:
+        found[0] = function()
+    broadcast_object_list(found)
+    result: T = found[0]
+    return result
 
 
 def placement(device: str | None) -> dict[str, Any]:

@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
-
-from accelerate.utils import broadcast_object_list
+from typing import Any
 
 from eagle_fsd.evaluation.agreement import compare_answers, fuzzy_divergences
 from eagle_fsd.evaluation.answer_store import (
@@ -87,7 +85,6 @@ REPORT_FILE = "report.json"
 PROGRAMS_FILE = Path("code") / "runs.jsonl"
 
 Report = dict[str, Any]
-T = TypeVar("T")
 
 
 class Evaluation(ABC):
@@ -432,16 +429,14 @@ def run_evaluation(
 ) -> Report | None:
     """Run an evaluation in ``folder``; see :func:`evaluate` for what it returns and raises.
 
-    ``loaded`` replaces the pair and the questions that the request names.
+    ``loaded`` replaces the pair and the questions that the request names, which are not checked.
     """
     state = start_processes()
-    with state.main_process_first(), hooks.progress("downloading") as progress:
-        if loaded is not None:
-            questions = loaded.questions
-        else:
-            questions = requested_questions(request, config.seed, progress)
-        check_request(request, config, [method.name for method in methods], questions)
-    model = loaded.model if loaded is not None else load_share(request, settings)
+    if loaded is None:
+        names = [method.name for method in methods]
+        asked = checked_questions(request, config, hooks.progress, names)
+        loaded = Loaded(load_share(request, settings), asked)
+    model, questions = loaded.model, loaded.questions
     model.compile = bool(request.compile)
     chosen = find_methods(methods)
     decoded = decoded_methods(chosen, model)
@@ -488,6 +483,19 @@ def conduct(
     return report
 
 
+def checked_questions(
+    request: EvaluationRequest,
+    config: EvaluationConfig,
+    progress: ProgressFactory,
+    methods: Collection[str] = (EXACT.name,),
+) -> list[Question]:
+    """Read the requested questions; see :func:`check_request` for the exceptions."""
+    with start_processes().main_process_first(), progress("downloading") as advance:
+        questions = requested_questions(request, config.seed, advance)
+        check_request(request, config, methods, questions)
+    return questions
+
+
 def check_request(
     request: EvaluationRequest,
     config: EvaluationConfig,
@@ -510,16 +518,6 @@ def check_request(
         JudgePrompts.load(questions)
     if request.execute_code and any(question.scored_by == "code" for question in questions):
         use_sandbox(request.unsafe)
-
-
-def on_first_process(function: Callable[[], T]) -> T:
-    """Call a function on the first process, and return its result on all of them."""
-    found: list[Any] = [None]
-    if start_processes().is_main_process:
-        found[0] = function()
-    broadcast_object_list(found)
-    result: T = found[0]
-    return result
 
 
 def load_share(request: PairOptions, settings: Settings | None = None) -> EagleFSD:

@@ -15,21 +15,18 @@ from eagle_fsd.evaluation.engines import ENGINES
 from eagle_fsd.evaluation.frontier import is_faster
 from eagle_fsd.evaluation.methods import (
     EXACT,
-    PLAIN,
     PRICED,
     Method,
     fsd_series,
     given_acceptance,
     rule_method,
 )
+from eagle_fsd.evaluation.search.prediction import Candidate
+from eagle_fsd.evaluation.search.search import TreePlan, shape
 from eagle_fsd.evaluation.statistics import confidence_per_test, is_loss_below
 from eagle_fsd.evaluation.tables import Row
-from eagle_fsd.evaluation.tuning.prediction import Candidate
-from eagle_fsd.evaluation.tuning.search import TreePlan, race_exact, shape
-from eagle_fsd.evaluation.tuning.workload import Workload
-from eagle_fsd.model.config import Settings, TreeConfig
+from eagle_fsd.model.config import Settings
 from eagle_fsd.utils.options import OptionsError
-from eagle_fsd.utils.progress import ProgressFactory
 
 #: Rules from the literature to choose from.
 CALIBRATED_RULES = ("acc 0.5", "budget", "top-ratio", "margin", "cascade", "mixture")
@@ -113,7 +110,7 @@ def plan_settings(plan: TreePlan, methods: Sequence[Method]) -> list[Setting]:
     several floors, only the first is tried.
     """
     found: dict[Candidate, Setting] = {}
-    exact = plan.candidates[EXACT.name][0].tokens_per_second
+    exact = plan.speed(EXACT.name)
     for method in methods:
         trees = plan.candidates[method.name]
         chains = [item for item in trees if item.tree.top_k == 1]
@@ -174,35 +171,6 @@ def drop_settings(
             best.setdefault(item.acceptance, item.name)
     remaining = list(best.values())[:kept]
     return [item for item in plan if item.name in remaining]
-
-
-def race_settings(
-    workload: Workload,
-    trees: Sequence[TreeConfig],
-    plan: Sequence[Setting],
-    progress: ProgressFactory,
-) -> tuple[Method, dict[str, Row]]:
-    """Measure the speeds of settings, and of exact and plain decoding.
-
-    Returns exact decoding with the fastest of the trees, with which all are compared, and the
-    values of rows about speed by method.
-    """
-    methods = [*(item.method for item in plan), PLAIN]
-    with progress("measuring speeds") as advance:
-        (reference, *_), others = race_exact(workload, trees, methods, advance)
-    found = {}
-    for runner in (reference, *others):
-        over_exact, over_plain = runner.over(reference), runner.over(others[-1])
-        median, p95 = np.quantile([seconds for seconds, _ in runner.timings], (0.5, 0.95)).tolist()
-        found[runner.method.name] = {
-            "tokens_per_second": runner.tokens_per_second,
-            "latency": {"median": median, "p95": p95},
-            "speedup": over_plain.value,
-            "speedup_interval": over_plain.interval,
-            "speed_over_exact": over_exact.value,
-            "speed_over_exact_interval": None if runner is reference else over_exact.interval,
-        }
-    return reference.method, found
 
 
 def choose_tests(rows: Sequence[Row], bounds: LossBounds, fresh: int) -> list[Row]:

@@ -15,24 +15,27 @@ from typing import Any
 from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.answering import Answerer, Conversation, Turn
 from eagle_fsd.evaluation.batches import Reply
-from eagle_fsd.evaluation.certificate import check_questions, count_unscored_as_wrong, outcomes
+from eagle_fsd.evaluation.certificate import (
+    Verdict,
+    certificate_of,
+    check_questions,
+    count_unscored_as_wrong,
+)
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, ServerOptions
-from eagle_fsd.evaluation.methods import EXACT
 from eagle_fsd.evaluation.plots import draw_figures
 from eagle_fsd.evaluation.questions.question import Question
-from eagle_fsd.evaluation.questions.sets import requested_questions
 from eagle_fsd.evaluation.report import limit_losses
 from eagle_fsd.evaluation.runner import (
     Evaluation,
     Hooks,
     Report,
-    check_request,
+    checked_questions,
     conduct,
     ignore,
 )
 from eagle_fsd.evaluation.tables import Row, points_text
 from eagle_fsd.evaluation.verdict import comparison_text
-from eagle_fsd.model.config import Certificate, PairOptions, read_settings
+from eagle_fsd.model.config import PairOptions, read_settings
 from eagle_fsd.utils.chat_api import ChatClient, Endpoint, EndpointError, map_concurrently
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.options import OptionsError
@@ -219,9 +222,7 @@ def evaluate_servers(
     given = request.model_fields_set & {*PairOptions.model_fields, "baseline", "assistant"}
     if given:
         raise OptionsError(f"--server compares servers, which {min(given)} does not affect")
-    with progress("downloading") as advance:
-        questions = requested_questions(request, config.seed, advance)
-    check_request(request, config, [EXACT.name], questions)
+    questions = checked_questions(request, config, progress)
     if options.certify is not None:
         read_settings(options.certify)  # before hours of requests
         questions = list(map(count_unscored_as_wrong, questions))
@@ -246,23 +247,14 @@ def evaluate_servers(
 def certify(report: Report, options: ServerOptions, row: Row) -> str:
     """Write a certificate if the bound on a server's loss is small enough; return the outcome."""
     assert options.certify is not None
-    lost, gained, paired = outcomes(row)
-    bound = max(0.0, row["against_exact"]["loss_limit"])
-    if 100 * bound > options.max_drop:
+    verdict = Verdict.of(row, options, tests=1)
+    if not verdict.certified:
         return (
-            f"Not certified: the loss is at most {points_text(bound)} points, and --max-drop is"
-            f" {options.max_drop:g}."
+            f"Not certified: the loss is at most {points_text(verdict.drop / 100)} points, and"
+            f" --max-drop is {options.max_drop:g}."
         )
-    certificate = Certificate(
-        decoder=options.engine or row["settings"]["engine"] or "unknown",
-        measure=f"accuracy on {report['about']['questions']}",
-        questions=paired,
-        lost=lost,
-        gained=gained,
-        bound=100 * bound,
-        confidence=options.confidence,
-        revision=report["environment"]["revision"],
-    )
+    decoder = options.engine or row["settings"]["engine"] or "unknown"
+    certificate = certificate_of(report, verdict, decoder, options)
     values = json.loads(options.certify.read_text(encoding="utf-8"))
     values["certificate"] = certificate.model_dump()
     atomic_write(options.certify, json.dumps(values, indent=2) + "\n")

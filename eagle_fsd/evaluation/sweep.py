@@ -1,7 +1,7 @@
 """Sweep over a grid of acceptance settings: tables, conclusions, and figures.
 
 Every method decodes with its own best tree: the trees of all methods are predicted from recorded
-accepted lengths (see :mod:`eagle_fsd.evaluation.tuning`). One that is predicted to be slower than
+accepted lengths (see :mod:`eagle_fsd.evaluation.search`). One that is predicted to be slower than
 exact decoding is not measured.
 """
 
@@ -21,21 +21,20 @@ from eagle_fsd.evaluation.methods import (
     rule_methods,
 )
 from eagle_fsd.evaluation.plots import draw_figures
-from eagle_fsd.evaluation.processes import start_processes
-from eagle_fsd.evaluation.questions.sets import balanced_subset, requested_questions
+from eagle_fsd.evaluation.processes import on_first_process
+from eagle_fsd.evaluation.questions.sets import balanced_subset
 from eagle_fsd.evaluation.runner import (
     Evaluation,
     Hooks,
     Loaded,
     Report,
-    check_request,
+    checked_questions,
     ignore,
     load_share,
-    on_first_process,
     run_evaluation,
 )
-from eagle_fsd.evaluation.tuning.search import TreePlan, plan_trees
-from eagle_fsd.evaluation.tuning.workload import Workload
+from eagle_fsd.evaluation.search.search import TREES_FILE, TreePlan, plan_trees
+from eagle_fsd.evaluation.search.workload import Workload
 from eagle_fsd.evaluation.verdict import conclusions
 from eagle_fsd.model.config import Settings
 from eagle_fsd.model.probe import DivergenceProbe
@@ -47,8 +46,6 @@ RACE_GROUPS = 32
 MIN_SPEED = 0.9
 #: Maximum number of questions whose divergences are recorded.
 MAX_PROBED_QUESTIONS = 50
-#: File with the trees of all methods.
-TREES_FILE = "trees.json"
 
 
 def sweep(
@@ -76,9 +73,7 @@ def sweep(
     methods = [*fuzzy, *(rule_methods() if rules else ())]
     folder = request.output_folder("sweep")
     folder.mkdir(parents=True, exist_ok=True)
-    with start_processes().main_process_first():
-        questions = requested_questions(request, config.seed)
-        check_request(request, config, [EXACT.name], questions)
+    questions = checked_questions(request, config, progress)
     model = load_share(request, settings)
     stored, model.acceptance = model.acceptance, given_acceptance(settings)
     raced = balanced_subset(questions, RACE_GROUPS * config.batch)
@@ -95,7 +90,7 @@ def sweep(
         probed = balanced_subset(questions, MAX_PROBED_QUESTIONS)
         prompts = Workload.of(model, probed, request, config)
         report |= {"divergences": probe_divergences(prompts, grid.divergences), "omitted": omitted}
-        report["conclusions"] = conclusions(report["rows"])
+        report["conclusions"] = conclusions(report)
         if omitted:
             report["tables"] = [(["not measured", "because"], list(map(list, omitted.items())))]
         own = [name for name, item in kept.items() if item.pair_for(model).acceptance == stored]
@@ -110,8 +105,8 @@ def sweep(
 
 def slow_methods(plan: TreePlan) -> dict[str, str]:
     """Return, by name, why methods are not measured that are predicted to be slow at their best."""
-    speeds = {name: trees[0].tokens_per_second for name, trees in plan.candidates.items()}
-    ratios = {name: speed / speeds[EXACT.name] for name, speed in speeds.items()}
+    exact = plan.speed(EXACT.name)
+    ratios = {name: plan.speed(name) / exact for name in plan.candidates}
     return {
         name: f"predicted to be {ratio:.2f} times as fast as exact decoding"
         for name, ratio in ratios.items()

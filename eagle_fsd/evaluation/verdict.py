@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from eagle_fsd.evaluation.certificate import outcomes
 from eagle_fsd.evaluation.frontier import comparable_rows, is_faster
 from eagle_fsd.evaluation.methods import BASELINES, EXACT, FSD
-from eagle_fsd.evaluation.statistics import confidence_per_test, loss_bound
+from eagle_fsd.evaluation.statistics import loss_bound
 from eagle_fsd.evaluation.tables import Row, points_text, tree_text
 
 #: Losses of accuracy, as fractions, for which :func:`conclusions` names the fastest method.
@@ -89,41 +88,36 @@ def comparison_text(report: dict[str, Any], row: Row) -> str:
     return f"{_speed(row, reference)}; {_quality(report, row, reference)}."
 
 
-def conclusions(
-    rows: Sequence[Row],
-    margins: Sequence[float] = MARGINS,
-    confidence: float = 0.95,
-) -> list[str]:
+def conclusions(report: dict[str, Any], margins: Sequence[float] = MARGINS) -> list[str]:
     """Name the fastest method that is not inferior to exact decoding, for each margin.
 
-    A method is not inferior if an exact upper confidence bound on its loss of accuracy is at most
-    the margin. The error probability is divided among the methods that are compared (Bonferroni),
-    so that too few questions recommend no method rather than a worse one. Without exact decoding or
-    without accuracies, there is no conclusion.
+    A method is not inferior if the report's limit on its loss of accuracy, which holds for all
+    methods at once, is at most the margin, so that too few questions recommend no method rather
+    than a worse one. Without exact decoding or without accuracies, there is no conclusion.
     """
-    rows = comparable_rows(rows)
     compared = [
         row
-        for row in rows
-        if "accuracy_change" in row.get("against_exact", {}) and row["method"] not in BASELINES
+        for row in comparable_rows(report["rows"])
+        if "loss_limit" in row.get("against_exact", {})
     ]
-    if not compared or all(row["method"] != EXACT.name for row in rows):
+    if not compared:
         return []
-    count = len(compared)
-    level = confidence_per_test(confidence, count)
-    faster = [(row, loss_bound(*outcomes(row), level)) for row in compared if is_faster(row)]
-    settings = f"all {count} settings" if count > 1 else "the setting"
-    proof = f"(exact paired bound, {100 * confidence:g}% confidence for {settings})"
+    settings = f"all {len(compared)} settings" if len(compared) > 1 else "the setting"
+    proof = f"(exact paired bound, {100 * report['confidence']:g}% confidence for {settings})"
     sentences = []
     for margin in margins:
-        passed = [item for item in faster if item[1] <= margin]
+        passed = [
+            row
+            for row in compared
+            if is_faster(row) and row["against_exact"]["loss_limit"] <= margin
+        ]
         start = f"Fastest with a loss of accuracy of at most {100 * margin:g} points {proof}:"
         if passed:
-            best = max(passed, key=lambda item: item[0]["speed_over_exact"])
-            sentences.append(f"{start} {_describe(*best)}.")
+            best = max(passed, key=lambda row: row["speed_over_exact"])
+            sentences.append(f"{start} {_describe(best)}.")
         else:
             paired = max(row["against_exact"]["paired"] for row in compared)
-            least = points_text(loss_bound(0, 0, paired, level))
+            least = points_text(loss_bound(0, 0, paired, report["limit_confidence"]))
             sentences.append(
                 f"{start} exact decoding; {paired} questions without any difference show a loss of"
                 f" at most {least} points."
@@ -131,7 +125,7 @@ def conclusions(
     return sentences
 
 
-def _describe(row: Row, bound: float) -> str:
+def _describe(row: Row) -> str:
     """Describe a method by its speed, its measured loss and the bound on its loss."""
     against = row["against_exact"]
     plain = f"{row['speedup']:.2f} times plain decoding, " if row["speedup"] else ""
@@ -139,7 +133,7 @@ def _describe(row: Row, bound: float) -> str:
         f"{row['method']}, {plain}{row['speed_over_exact']:.2f} times exact decoding;"
         f" {100 * against['accuracy_change']:+.1f} points ({against['lost']} lost,"
         f" {against['gained']} gained of {against['paired']}), and the loss is at most"
-        f" {points_text(bound)} points"
+        f" {points_text(against['loss_limit'])} points"
     )
 
 

@@ -26,7 +26,7 @@ import os, random
 from types import SimpleNamespace
 from eagle_fsd.cli import main
 from eagle_fsd.evaluation import calibration
-from eagle_fsd.evaluation.tuning import prediction, search, workload
+from eagle_fsd.evaluation.search import prediction, search, workload
 from eagle_fsd.model import stats
 from eagle_fsd.model.config import TreeConfig
 prediction.SECONDS, search.TIMED_ROUNDS, calibration.RACE_GROUPS = 0.0, 1, 2

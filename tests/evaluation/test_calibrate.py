@@ -44,6 +44,9 @@ from eagle_fsd.evaluation.markdown_report import report_text
 from eagle_fsd.evaluation.methods import Method
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import requested_questions
+from eagle_fsd.evaluation.search.prediction import Candidate
+from eagle_fsd.evaluation.search.search import TreePlan
+from eagle_fsd.evaluation.search.workload import Workload
 from eagle_fsd.evaluation.selection import (
     CALIBRATED_RULES,
     Setting,
@@ -57,9 +60,6 @@ from eagle_fsd.evaluation.selection import (
 )
 from eagle_fsd.evaluation.statistics import confidence_per_test, is_loss_below, loss_bound
 from eagle_fsd.evaluation.tables import points_text
-from eagle_fsd.evaluation.tuning.prediction import Candidate
-from eagle_fsd.evaluation.tuning.search import TreePlan
-from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model.config import Settings, read_settings
 from eagle_fsd.utils.files import read_jsonl
 
@@ -383,11 +383,11 @@ class Machine:
         hooks.on_report(None, report)
         return report
 
-    def race_settings(
-        self, workload: Workload, trees: Sequence[TreeConfig], plan: Sequence[Setting], _: object
+    def measure_speeds(
+        self, workload: Workload, trees: Sequence[TreeConfig], raced: Sequence[Method], _: object
     ) -> tuple[Method, dict[str, Any]]:
         self.raced_compiled = workload.model.compile is True
-        speeds = {"exact": 1.0, **{item.name: item.speed for item in plan}}
+        speeds = {"exact": 1.0, **{item.name: 1.5 - at / 1000 for at, item in enumerate(raced)}}
         measured = {
             name: {key: make_row(name, speed)[key] for key in SPEED_FIELDS}
             for name, speed in speeds.items()
@@ -398,7 +398,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, fresh_accelerator: None) -> Machine:
     found = Machine()
-    for name in ("run_evaluation", "race_settings"):
+    for name in ("run_evaluation", "measure_speeds"):
         monkeypatch.setattr(calibration, name, getattr(found, name))
     return found
 

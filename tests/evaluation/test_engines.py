@@ -16,8 +16,8 @@ from eagle_fsd.evaluation import engines
 from eagle_fsd.evaluation.config import CalibrationGrid, EngineName, EvaluationRequest
 from eagle_fsd.evaluation.engines import ENGINES, THINKING, flags
 from eagle_fsd.evaluation.methods import EXACT, Method
+from eagle_fsd.evaluation.search.prediction import PLAIN_TREE
 from eagle_fsd.evaluation.selection import candidate_methods
-from eagle_fsd.evaluation.tuning.prediction import PLAIN_TREE
 from eagle_fsd.model.acceptance import TargetRule, TopKRule
 from eagle_fsd.model.config import Settings
 from eagle_fsd.model.drafters.ngram import AdaptiveNGramDrafter, NGramDrafter

@@ -14,11 +14,11 @@ from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.serve.guard import Guard
 from eagle_fsd.chat.serve.worker import FSDWorker, worker_app
 from eagle_fsd.chat.wire_format import encode_chat
+from eagle_fsd.evaluation import tune as tune_module
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, GridConfig
+from eagle_fsd.evaluation.search import prediction, search
 from eagle_fsd.evaluation.sweep import sweep
-from eagle_fsd.evaluation.tuning import prediction, search
-from eagle_fsd.evaluation.tuning import tune as tune_module
-from eagle_fsd.evaluation.tuning.tune import tune
+from eagle_fsd.evaluation.tune import tune
 from eagle_fsd.model.config import Settings, read_settings
 from eagle_fsd.utils.chat_templates import Chat, encode_prompt, load_chat_template
 from eagle_fsd.utils.files import read_jsonl

@@ -66,7 +66,10 @@ def test_figures_of_a_sweep(tmp_path: Path) -> None:
 
 
 def test_figures_of_small_reports(tmp_path: Path) -> None:
-    """Nothing is drawn without comparisons; without scores, log-probabilities are."""
+    """Nothing is drawn without comparisons; without scores, log-probabilities are.
+
+    Scores are named by what they measure.
+    """
     report = make_report([make_row("plain", 0.4), make_row("exact", 1.0)])
     draw_figures(report, tmp_path)
     assert "figures" not in report
@@ -75,6 +78,18 @@ def test_figures_of_small_reports(tmp_path: Path) -> None:
     draw_figures(report, tmp_path)
     assert report["figures"] == ["tradeoff.png"]
     assert {"fsd", "log-probability (nats/token)"} <= set(texts(tmp_path / "tradeoff.png"))
+    report = make_report([make_row(name, speed) for name, speed in (("exact", 1.0), ("fsd", 1.2))])
+    for about, label in (
+        ({}, "accuracy (%)"),
+        ({"measure": "agreement"}, "agreement (%)"),
+        (
+            {"measure": "regret", "max_regret": 0.1},
+            "answers with a regret of at most 0.1 nats per token (%)",
+        ),
+    ):
+        report["about"] |= about
+        draw_figures(report, tmp_path)
+        assert label in texts(tmp_path / "tradeoff.png")
 
 
 def test_labels_cover_neither_points_nor_each_other(tmp_path: Path) -> None:

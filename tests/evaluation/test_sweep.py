@@ -18,12 +18,13 @@ from eagle_fsd.evaluation import sweep as sweep_module
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, GridConfig
 from eagle_fsd.evaluation.methods import EXACT, Method
 from eagle_fsd.evaluation.questions.formats import bundled_questions
+from eagle_fsd.evaluation.report import limit_losses
+from eagle_fsd.evaluation.search.prediction import Candidate
+from eagle_fsd.evaluation.search.search import TreePlan
+from eagle_fsd.evaluation.search.workload import Workload
 from eagle_fsd.evaluation.statistics import loss_bound
 from eagle_fsd.evaluation.sweep import probe_divergences, sweep
 from eagle_fsd.evaluation.tables import points_text
-from eagle_fsd.evaluation.tuning.prediction import Candidate
-from eagle_fsd.evaluation.tuning.search import TreePlan
-from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.evaluation.verdict import conclusions
 from eagle_fsd.model.config import Settings
 
@@ -55,6 +56,10 @@ EXACT_ROW = row("exact", 100, 0.90)
 # -- conclusions -----------------------------------------------------------------------------------
 
 
+def concluded(*rows: dict[str, Any], margins: Sequence[float]) -> list[str]:
+    return conclusions({"rows": rows, **limit_losses(rows)}, margins)
+
+
 def test_conclusions_name_the_fastest_method_within_a_margin() -> None:
     """The bounds hold for all settings at once; otherwise it is exact decoding."""
     rows = [
@@ -63,7 +68,7 @@ def test_conclusions_name_the_fastest_method_within_a_margin() -> None:
         row("c", 150, 0.80, 10),
         row("d", 130, 0.88, 4, 2),
     ]
-    wide, narrow = conclusions(rows, margins=(0.25, 0.1))
+    wide, narrow = concluded(*rows, margins=(0.25, 0.1))
     assert wide.startswith(
         "Fastest with a loss of accuracy of at most 25 points (exact paired bound, 95% confidence"
         " for all 3 settings): c, 3.00 times plain decoding, 1.50 times exact decoding; -10.0"
@@ -72,10 +77,10 @@ def test_conclusions_name_the_fastest_method_within_a_margin() -> None:
     bound = points_text(loss_bound(4, 2, 100, 1 - 0.05 / 3))
     assert ": d, 2.60 times plain decoding" in narrow
     assert narrow.endswith(f"(4 lost, 2 gained of 100), and the loss is at most {bound} points.")
-    assert conclusions(rows[1:]) == []
+    assert concluded(EXACT_ROW, margins=(0.25,)) == []
     noisy = {**row("noisy", 120, 0.89, 2, 1), "speed_over_exact_interval": [0.9, 1.5]}
     for other in (noisy, row("slow", 80, 0.9), row("lossy", 150, 0.8, 10)):
-        (found,) = conclusions([EXACT_ROW, other], margins=(0.05,))
+        (found,) = concluded(EXACT_ROW, other, margins=(0.05,))
         assert "for the setting): exact decoding; 100 questions without any difference" in found
         assert found.endswith("a loss of at most 2.97 points.")
 

@@ -17,12 +17,12 @@ import pytest
 
 from eagle_fsd import EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.bundled import BUNDLED_HEAD
+from eagle_fsd.evaluation import tune as tune_module
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
 from eagle_fsd.evaluation.methods import EXACT, PLAIN, Method, fsd_method
 from eagle_fsd.evaluation.questions.formats import bundled_questions
-from eagle_fsd.evaluation.tuning import search
-from eagle_fsd.evaluation.tuning import tune as tune_module
-from eagle_fsd.evaluation.tuning.prediction import (
+from eagle_fsd.evaluation.search import search
+from eagle_fsd.evaluation.search.prediction import (
     PLAIN_TREE,
     Candidate,
     LengthRecorder,
@@ -36,7 +36,7 @@ from eagle_fsd.evaluation.tuning.prediction import (
     recorded_trees,
     shortlist,
 )
-from eagle_fsd.evaluation.tuning.search import (
+from eagle_fsd.evaluation.search.search import (
     Runner,
     TreePlan,
     TreeRace,
@@ -44,9 +44,9 @@ from eagle_fsd.evaluation.tuning.search import (
     plan_trees,
     race,
 )
-from eagle_fsd.evaluation.tuning.settings_file import settings_values
-from eagle_fsd.evaluation.tuning.tune import tune
-from eagle_fsd.evaluation.tuning.workload import Workload
+from eagle_fsd.evaluation.search.workload import Workload
+from eagle_fsd.evaluation.settings_file import settings_values
+from eagle_fsd.evaluation.tune import race_sentence, race_values, tune
 from eagle_fsd.model.config import Settings, read_settings
 from eagle_fsd.utils.files import read_jsonl
 from eagle_fsd.utils.progress import no_progress
@@ -208,15 +208,15 @@ def test_plain_decoding_is_chosen_where_speculation_loses() -> None:
     trees = chain(8), chain(12)
     lost = raced(EXACT, Prompts({None: 1.0, trees[0]: 1.5, trees[1]: 2.0}), *trees)
     assert lost.tree == PLAIN_TREE
-    assert lost.sentence().startswith("exact: plain decoding; the best tree, 8/6/1, is 0.6")
-    assert lost.as_dict()["tree"]["total_tokens"] == 1
+    assert race_sentence(lost).startswith("exact: plain decoding; the best tree, 8/6/1, is 0.6")
+    assert race_values(lost)["tree"]["total_tokens"] == 1
     won = raced(EXACT, Prompts({None: 2.0, trees[0]: 1.0, trees[1]: 1.5}), *trees)
     assert won.tree == trees[0]
-    assert won.sentence().startswith("exact: tree 8/6/1, 2.0")
-    rows = won.as_dict()["finalists"]
+    assert race_sentence(won).startswith("exact: tree 8/6/1, 2.0")
+    rows = race_values(won)["finalists"]
     assert [row["name"] for row in rows] == ["exact", "exact", "plain"]
     assert set(rows[0]["over"]) == {"plain", "next"}
-    assert json.dumps(won.as_dict())
+    assert json.dumps(race_values(won))
 
 
 # -- plans -----------------------------------------------------------------------------------------

@@ -37,18 +37,14 @@ class MeasuredAnswer:
     slower_than_plain: bool = False  # see DecodeStats
 
 
+@dataclass(eq=False)
 class Measurements:
     """A pair's answers to questions, decoded exactly and greedily on first use."""
 
-    def __init__(
-        self,
-        model: EagleFSD,
-        questions: Sequence[str],
-        chat_template: ChatTemplate,
-        max_new_tokens: int,
-    ) -> None:
-        self.model, self.chat_template = model, chat_template
-        self.questions, self.max_new_tokens = questions, max_new_tokens
+    model: EagleFSD
+    questions: Sequence[str]
+    chat_template: ChatTemplate
+    max_new_tokens: int
 
     @cached_property
     def chats(self) -> list[Chat]:

@@ -56,15 +56,12 @@ class JudgePrompt:
         ]
 
 
+@dataclass(frozen=True)
 class JudgePrompts:
     """FastChat's prompt templates by name, and the turns of reference answers by question id."""
 
-    def __init__(
-        self,
-        templates: Mapping[str, Mapping[str, Any]],
-        references: Mapping[int | str, Sequence[str]],
-    ) -> None:
-        self.templates, self.references = templates, references
+    templates: Mapping[str, Mapping[str, Any]]
+    references: Mapping[int | str, Sequence[str]]
 
     @classmethod
     def load(cls, questions: Sequence[Question]) -> JudgePrompts:

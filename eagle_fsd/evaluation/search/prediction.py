@@ -37,7 +37,7 @@ import numpy as np
 
 from eagle_fsd.evaluation.methods import EXACT, PLAIN, Method
 from eagle_fsd.evaluation.processes import from_first
-from eagle_fsd.evaluation.tuning.workload import Workload
+from eagle_fsd.evaluation.search.workload import Workload
 from eagle_fsd.model.compilation import EAGER_STEPS, using_device
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.ngram import MAX_FOLLOWERS, AdaptiveNGramDrafter

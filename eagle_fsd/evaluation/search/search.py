@@ -18,8 +18,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from eagle_fsd.evaluation.methods import EXACT, PLAIN, Method
-from eagle_fsd.evaluation.statistics import Ratio
-from eagle_fsd.evaluation.tuning.prediction import (
+from eagle_fsd.evaluation.search.prediction import (
     PLAIN_TREE,
     Candidate,
     LengthRecorder,
@@ -31,7 +30,8 @@ from eagle_fsd.evaluation.tuning.prediction import (
     shortlist,
     step_seconds,
 )
-from eagle_fsd.evaluation.tuning.workload import Workload
+from eagle_fsd.evaluation.search.workload import Workload
+from eagle_fsd.evaluation.statistics import Ratio
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.progress import Progress, ProgressFactory
@@ -43,6 +43,8 @@ FIRST_ROUND, FINALISTS = 4, 2
 PREDICTION_PROMPTS = 12
 #: Trees of every method whose steps are timed, and the number of times.
 TIMED_TREES, TIMED_ROUNDS = 3, 5
+#: File with the trees of all methods.
+TREES_FILE = "trees.json"
 
 
 @dataclass(eq=False)
@@ -81,6 +83,12 @@ class Runner:
         """Speed so far, including the prefill."""
         seconds, tokens = np.sum(self.timings, axis=0)
         return float(tokens / seconds)
+
+    @property
+    def latencies(self) -> dict[str, float]:
+        """Median and 95th percentile of the seconds of a group."""
+        median, p95 = np.quantile([seconds for seconds, _ in self.timings], (0.5, 0.95)).tolist()
+        return {"median": median, "p95": p95}
 
     @property
     def tau(self) -> float:
@@ -143,6 +151,33 @@ def race_exact(
     return fastest_first(exact), runners
 
 
+def measure_speeds(
+    workload: Workload,
+    trees: Iterable[TreeConfig],
+    methods: Sequence[Method],
+    progress: ProgressFactory,
+) -> tuple[Method, dict[str, dict[str, Any]]]:
+    """Measure the speeds of methods, and of exact and plain decoding.
+
+    Returns exact decoding with the fastest of the trees, with which all are compared, and the
+    values of a report's rows about speed, by method.
+    """
+    with progress("measuring speeds") as advance:
+        (exact, *_), others = race_exact(workload, trees, [*methods, PLAIN], advance)
+    found = {}
+    for runner in (exact, *others):
+        over_exact, over_plain = runner.over(exact), runner.over(others[-1])
+        found[runner.method.name] = {
+            "tokens_per_second": runner.tokens_per_second,
+            "latency": runner.latencies,
+            "speedup": over_plain.value,
+            "speedup_interval": over_plain.interval,
+            "speed_over_exact": over_exact.value,
+            "speed_over_exact_interval": None if runner is exact else over_exact.interval,
+        }
+    return exact.method, found
+
+
 def plan_rounds(candidates: int, total: int) -> list[tuple[int, int]]:
     """Return, for each round, the groups answered at its end, and the candidates that take part."""
     rounds = []
@@ -179,53 +214,6 @@ class TreeRace:
         best, plain = self.trees[0], self.references.get("plain")
         is_slow = plain is not None and plain.tokens_per_second >= best.tokens_per_second
         return PLAIN_TREE if is_slow else best.tree
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the results as JSON values."""
-        predicted = [
-            {**item.tree.model_dump(), "tau": item.tau, "tokens_per_second": item.tokens_per_second}
-            for item in self.predicted
-        ]
-        if not self.trees:
-            return {"tree": None, "finalists": [], "predicted": predicted}
-        names = {runner: name for name, runner in self.references.items()}
-        guesses = {item.tree: item for item in self.predicted}
-        finalists = fastest_first([*self.trees, *names])
-        rows = []
-        for runner, following in zip(finalists, [*finalists[1:], None], strict=True):
-            tree = runner.method.tree
-            guess = guesses.get(runner.tree) if runner not in names else None
-            others = {**self.references, **({"next": following} if following else {})}
-            ratios = {name: runner.over(other) for name, other in others.items() if other != runner}
-            rows.append(
-                {
-                    "name": names.get(runner, self.method.name),
-                    "tree": tree.model_dump() if tree else None,
-                    "tau": runner.tau,
-                    "predicted_tau": guess.tau if guess else None,
-                    "tokens_per_second": runner.tokens_per_second,
-                    "predicted_tokens_per_second": guess.tokens_per_second if guess else None,
-                    "prompts": len(runner.timings),
-                    "over": {
-                        name: {"value": ratio.value, "interval": ratio.interval}
-                        for name, ratio in ratios.items()
-                    },
-                }
-            )
-        return {"tree": self.tree.model_dump(), "finalists": rows, "predicted": predicted}
-
-    def sentence(self) -> str:
-        """Return the outcome in a sentence, with the intervals of all ratios."""
-        best, *others = self.trees
-        name, own = self.method.name, shape(best.tree)
-        if self.tree == PLAIN_TREE:
-            ratio = best.over(self.references["plain"])
-            return f"{name}: plain decoding; the best tree, {own}, is {ratio} as fast."
-        compared = dict(self.references)
-        if others:
-            compared[f"the next best tree, {shape(others[0].tree)}"] = others[0]
-        parts = [f"{best.over(other)} as fast as {label}" for label, other in compared.items()]
-        return f"{name}: tree {own}, {', '.join(parts)}."
 
 
 def shape(tree: TreeConfig, separator: str = "/") -> str:
@@ -309,6 +297,15 @@ class TreePlan(BaseModel):
             candidates[name] = [*known, *(item for item in found if item.tree not in seconds)]
         return TreePlan(exact=self.exact, candidates=candidates)
 
+    @property
+    def exact_trees(self) -> list[TreeConfig]:
+        """The trees of exact decoding to race once more, beginning with the one so far."""
+        return [self.exact, *(item.tree for item in self.candidates[EXACT.name][:TIMED_TREES])]
+
+    def speed(self, name: str) -> float:
+        """Return the predicted speed of a method with its fastest tree, in tokens per second."""
+        return self.candidates[name][0].tokens_per_second
+
     def with_trees(self, methods: Sequence[Method]) -> list[Method]:
         """Return methods with their fastest trees."""
         trees = {name: found[0].tree for name, found in self.candidates.items()}
@@ -353,11 +350,9 @@ def plan_trees(
         plan = plan.timed(workload, progress)
         plan.exact = plan.candidates[EXACT.name][0].tree
     if last_race:
-        speeds = {name: found[0].tokens_per_second for name, found in plan.candidates.items()}
-        ranked = sorted(plan.with_trees(methods), key=lambda method: -speeds[method.name])
-        likely = [item.tree for item in plan.candidates[EXACT.name][:TIMED_TREES]]
+        ranked = sorted(plan.with_trees(methods), key=lambda method: -plan.speed(method.name))
         with progress("racing the best trees of exact") as advance:
-            (winner, *_), _ = race_exact(workload, [plan.exact, *likely], ranked[:1], advance)
+            (winner, *_), _ = race_exact(workload, plan.exact_trees, ranked[:1], advance)
         plan.exact = winner.tree
     atomic_write(file, json.dumps({"key": key, **plan.model_dump(mode="json")}) + "\n")
     return plan

@@ -14,17 +14,17 @@ from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
 from eagle_fsd.evaluation.methods import EXACT, FSD, PLAIN
 from eagle_fsd.evaluation.questions.sets import requested_questions
 from eagle_fsd.evaluation.runner import load_pair
-from eagle_fsd.evaluation.tables import Table, number_text
-from eagle_fsd.evaluation.tuning.prediction import PLAIN_TREE, LengthRecorder, measure_costs
-from eagle_fsd.evaluation.tuning.search import (
+from eagle_fsd.evaluation.search.prediction import PLAIN_TREE, LengthRecorder, measure_costs
+from eagle_fsd.evaluation.search.search import (
     TreeRace,
     TreeSearch,
     fastest_first,
     race_exact,
     shape,
 )
-from eagle_fsd.evaluation.tuning.settings_file import settings_files, settings_values
-from eagle_fsd.evaluation.tuning.workload import Workload
+from eagle_fsd.evaluation.search.workload import Workload
+from eagle_fsd.evaluation.settings_file import settings_files, settings_values
+from eagle_fsd.evaluation.tables import Table, number_text
 from eagle_fsd.model.config import Settings, TreeConfig
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.options import OptionsError
@@ -80,7 +80,7 @@ class Tuning:
             "complete": self.complete,
             "conclusions": self.conclusions(),
             "costs": None if costs is None else asdict(costs),
-            "methods": {item.method.name: item.as_dict() for item in self.methods},
+            "methods": {item.method.name: race_values(item) for item in self.methods},
             "batch": {
                 str(rows): {**asdict(found), "tree": found.tree.model_dump()}
                 for rows, found in self.batch.items()
@@ -91,7 +91,7 @@ class Tuning:
 
     def conclusions(self) -> list[str]:
         """Return the outcome in sentences."""
-        found = [item.sentence() for item in self.methods if item.trees]
+        found = [race_sentence(item) for item in self.methods if item.trees]
         found += [
             f"For {rows} prompts at once, lossless decoding with the tree {shape(item.tree)} is"
             f" predicted to be {item.over_plain:.2f} times as fast as plain decoding."
@@ -119,10 +119,59 @@ class Tuning:
                 number_text(row["over"].get("plain", {}).get("value"), ".2f"),
             ]
             for item in self.methods
-            for row in item.as_dict()["finalists"]
+            for row in race_values(item)["finalists"]
         ]
         headers = ["method", "tree", "tokens/s", "predicted", "tau", "predicted", "x plain"]
         return [(["part of a step", "ms"], cells), *([(headers, rows)] if rows else [])]
+
+
+def race_values(race: TreeRace) -> dict[str, Any]:
+    """Return the results as JSON values."""
+    predicted = [
+        {**item.tree.model_dump(), "tau": item.tau, "tokens_per_second": item.tokens_per_second}
+        for item in race.predicted
+    ]
+    if not race.trees:
+        return {"tree": None, "finalists": [], "predicted": predicted}
+    names = {runner: name for name, runner in race.references.items()}
+    guesses = {item.tree: item for item in race.predicted}
+    finalists = fastest_first([*race.trees, *names])
+    rows = []
+    for runner, following in zip(finalists, [*finalists[1:], None], strict=True):
+        tree = runner.method.tree
+        guess = guesses.get(runner.tree) if runner not in names else None
+        others = {**race.references, **({"next": following} if following else {})}
+        ratios = {name: runner.over(other) for name, other in others.items() if other != runner}
+        rows.append(
+            {
+                "name": names.get(runner, race.method.name),
+                "tree": tree.model_dump() if tree else None,
+                "tau": runner.tau,
+                "predicted_tau": guess.tau if guess else None,
+                "tokens_per_second": runner.tokens_per_second,
+                "predicted_tokens_per_second": guess.tokens_per_second if guess else None,
+                "prompts": len(runner.timings),
+                "over": {
+                    name: {"value": ratio.value, "interval": ratio.interval}
+                    for name, ratio in ratios.items()
+                },
+            }
+        )
+    return {"tree": race.tree.model_dump(), "finalists": rows, "predicted": predicted}
+
+
+def race_sentence(race: TreeRace) -> str:
+    """Return the outcome in a sentence, with the intervals of all ratios."""
+    best, *others = race.trees
+    name, own = race.method.name, shape(best.tree)
+    if race.tree == PLAIN_TREE:
+        ratio = best.over(race.references["plain"])
+        return f"{name}: plain decoding; the best tree, {own}, is {ratio} as fast."
+    compared = dict(race.references)
+    if others:
+        compared[f"the next best tree, {shape(others[0].tree)}"] = others[0]
+    parts = [f"{best.over(other)} as fast as {label}" for label, other in compared.items()]
+    return f"{name}: tree {own}, {', '.join(parts)}."
 
 
 def tune(
