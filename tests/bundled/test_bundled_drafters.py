@@ -23,7 +23,6 @@ from eagle_fsd.model.drafters.layer_detection import detect_layers, sample_texts
 from eagle_fsd.train.config import TrainConfig
 from eagle_fsd.train.record import read_record
 from recipes import bundled
-from recipes.bundled import EAGLE3_CONFIG
 from recipes.compare_heads import TREES
 from recipes.draft_model import DraftModelConfig, build_draft_model, train_draft_model
 
@@ -81,8 +80,9 @@ def test_head_is_that_of_the_recipe(eagle3: EagleFSD) -> None:
     assert head.reads == (2, 7, 11)
     assert head.flags.fc_norm
     assert head.flags.norm_output
-    assert head.draft_vocab_size == EAGLE3_CONFIG.draft_vocab_size
-    assert TrainConfig.from_dict(read_record(BUNDLED_EAGLE3)["settings"]) == EAGLE3_CONFIG
+    config = bundled.HEADS["eagle3"]
+    assert head.draft_vocab_size == config.draft_vocab_size
+    assert TrainConfig.from_dict(read_record(BUNDLED_EAGLE3)["settings"]) == config
 
 
 def test_hidden_states_are_detected(eagle3: EagleFSD) -> None:
@@ -126,13 +126,14 @@ def test_recipe_stores_features_and_trains_on_them(
     reset_accelerator_state()
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setattr(bundled, "HEAD_CHATS", 12)
-    monkeypatch.setattr(bundled, "EAGLE3_CONFIG", EAGLE3_CONFIG.updated(max_steps=2))
-    bundled.train_eagle3(BUNDLED_TARGET, tmp_path, tmp_path / "out")
+    monkeypatch.setitem(bundled.HEADS, "eagle3", bundled.HEADS["eagle3"].updated(max_steps=2))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "target").symlink_to(BUNDLED_TARGET)
+    bundled.train_head("eagle3", tmp_path, tmp_path / "out")
     assert "step 2 of 2" in capsys.readouterr().err
-    assert read_record(tmp_path / "out")["steps"] == 2
-    trained, shipped = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path / "out", BUNDLED_EAGLE3)
-    )
+    out = tmp_path / "out" / "eagle3"
+    assert read_record(out)["steps"] == 2
+    trained, shipped = (load_file(folder / "model.safetensors") for folder in (out, BUNDLED_EAGLE3))
     assert {name: item.shape for name, item in trained.items()} == {
         name: item.shape for name, item in shipped.items()
     }
