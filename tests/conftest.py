@@ -16,6 +16,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core: more threads wo
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("ACCELERATE_MIXED_PRECISION", "no")  # equal results on all machines
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # servers that tests start do not try to compile
 
 import pytest

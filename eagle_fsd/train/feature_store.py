@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ SHARD_NAME = re.compile(r"features-\d+\.safetensors(\.\w+\.tmp)?")
 STORAGE_DTYPE = torch.bfloat16
 #: Number of chats that are encoded to estimate the size of all.
 SAMPLE_CHATS = 512
-#: Approximate size of a shard in bytes.
-SHARD_BYTES = 1 << 30
+#: Consecutive chats in a shard, which are sorted by length to make batches.
+SHARD_CHATS = 32
 
 
 def estimate_bytes(data: ChatDataset, feature_size: int) -> int:
@@ -171,7 +171,7 @@ def write_features(
     folder: str | Path,
     fingerprint: dict[str, Any],
     batch_size: int = 4,
-    shard_bytes: int = SHARD_BYTES,
+    shard_chats: int = SHARD_CHATS,
     progress: Progress | None = None,
 ) -> FeatureStore:
     """Store the hidden states ``states`` of every chat that is not in a complete shard yet.
@@ -192,13 +192,11 @@ def write_features(
             if SHARD_NAME.fullmatch(file.name) and file.name not in listed:
                 file.unlink()
     state.wait_for_everyone()  # before the index and the files change
-    batches = _missing_batches(shards, len(data), batch_size)
-    token_bytes = target.hidden_size * len(states) * STORAGE_DTYPE.itemsize
+    missing = _missing_shards(shards, len(data), shard_chats)
     first, last = (
-        len(batches) * (state.process_index + at) // state.num_processes for at in (0, 1)
+        len(missing) * (state.process_index + at) // state.num_processes for at in (0, 1)
     )
-    share = batches[first:last]
-    work = _compute_shards(data, target, states, share, max(1, shard_bytes // token_bytes))
+    work = (_compute_shard(data, target, states, at, batch_size) for at in missing[first:last])
     while True:
         examples = next(work, None)
         written = gather_object([] if examples is None else [_write_shard(folder, examples)])
@@ -213,47 +211,37 @@ def write_features(
             progress(done, len(data))
 
 
-def _missing_batches(shards: Sequence[dict[str, Any]], count: int, batch_size: int) -> list[range]:
-    """Divide the chats that are in no shard into batches of consecutive ones."""
-    batches: list[range] = []
+def _missing_shards(shards: Sequence[dict[str, Any]], count: int, size: int) -> list[range]:
+    """Divide the chats that are in no shard into shards of consecutive ones."""
+    missing: list[range] = []
     start = 0
     for stop, resume in [
         *((shard["first"], shard["first"] + len(shard["chats"])) for shard in shards),
         (count, count),
     ]:
-        batches += [range(at, min(at + batch_size, stop)) for at in range(start, stop, batch_size)]
+        missing += [range(at, min(at + size, stop)) for at in range(start, stop, size)]
         start = resume
-    return batches
+    return missing
 
 
-def _compute_shards(
-    data: ChatDataset,
-    target: Target,
-    states: Sequence[int],
-    batches: Sequence[range],
-    tokens_per_shard: int,
-) -> Iterator[Sequence[Example]]:
-    """Yield groups of consecutive chats of about ``tokens_per_shard`` tokens, with features."""
-    shard: list[Example] = []
-    tokens = 0
-    for batch in batches:
-        if tokens >= tokens_per_shard or (shard and shard[-1].index + 1 != batch.start):
-            yield shard
-            shard, tokens = [], 0
-        examples = [data[index] for index in batch]
-        padded = collate(examples)
+def _compute_shard(
+    data: ChatDataset, target: Target, states: Sequence[int], chats: range, batch_size: int
+) -> list[Example]:
+    """Return chats with their features, computed in batches of similar lengths."""
+    shard = [data[index] for index in chats]
+    by_length = sorted(shard, key=lambda item: len(item.ids))
+    for start in range(0, len(shard), batch_size):
+        batch = by_length[start : start + batch_size]
+        padded = collate(batch)
         computed = compute_features(target, padded.ids, states)
         best = torch.zeros_like(padded.ids)
         needed = F.pad(padded.loss_mask, (1, 0))  # features that the loss compares with predictions
         labels = computed[..., -target.hidden_size :]  # the last of the states
         best[needed] = most_likely_tokens(target, labels[needed.to(labels.device)]).cpu()
-        for row, item in enumerate(examples):
+        for row, item in enumerate(batch):
             item.features = computed[row, : len(item.ids)].to("cpu", STORAGE_DTYPE)
             item.best = best[row, : len(item.ids)]
-            shard.append(item)
-            tokens += len(item.ids)
-    if shard:
-        yield shard
+    return shard
 
 
 def _write_shard(folder: Path, examples: Sequence[Example]) -> dict[str, Any]:

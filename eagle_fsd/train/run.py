@@ -143,13 +143,16 @@ def train(
 
 
 def make_accelerator(out: str | Path, cpu: bool = False) -> Accelerator:
-    """Create an accelerator, with mixed precision in bfloat16 on GPUs that support it.
+    """Create an accelerator, with mixed precision in bfloat16 on hardware that computes in it.
 
     A precision set by ``accelerate launch`` takes precedence. ``out`` receives TensorBoard's files.
     """
     precision = None
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:
-        capable = not cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        if not cpu and torch.cuda.is_available():
+            capable = torch.cuda.is_bf16_supported()
+        else:
+            capable = fastest_dtype() is not None
         precision = "bf16" if capable else "no"
     return Accelerator(
         mixed_precision=precision, cpu=cpu, log_with="tensorboard", project_dir=str(out)

@@ -37,8 +37,7 @@ from eagle_fsd.train.loaded_target import LoadedTarget
 
 COUNT = 23
 MAX_LENGTH = 100
-#: A few chats of the tiny target fill a shard of this size.
-SHARD_BYTES = 8000
+SHARD_CHATS = 5
 
 
 class Source:
@@ -60,7 +59,7 @@ class Source:
         """Store the features of chats with a fingerprint, whose fields may be changed."""
         fingerprint = {**self.fingerprint, **changes}
         given = (self.chats, self.target, states, folder, fingerprint)
-        return write_features(*given, batch_size=4, shard_bytes=SHARD_BYTES, progress=progress)
+        return write_features(*given, batch_size=2, shard_chats=SHARD_CHATS, progress=progress)
 
 
 @pytest.fixture(scope="module")

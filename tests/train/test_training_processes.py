@@ -114,8 +114,6 @@ def test_two_processes_equal_one_with_twice_the_batch_and_resume(
 KILLED_IN_SHARD = """
 import os, signal
 from eagle_fsd.train import feature_store
-feature_store.SHARD_BYTES = 8000
-feature_store.write_features.__defaults__ = (4, 8000, None)
 original, calls = feature_store.save_file, []
 def save(*arguments):
     calls.append(arguments)
@@ -133,19 +131,20 @@ def test_two_processes_store_the_features_of_one(
     succeed: Any, target: Path, tmp_path: Path, two_processes: list[str]
 ) -> None:
     """Although one of them is killed, and they are started again."""
-    chats = write_chats(tmp_path / "chats.jsonl", 40)
+    chats = write_chats(tmp_path / "chats.jsonl", 130)
     arguments = ["train", "features", "--data", str(chats), "--target", str(target), "--out"]
     one, two, script = tmp_path / "one", tmp_path / "two", tmp_path / "killed.py"
     succeed(*arguments, one)
     script.write_text(KILLED_IN_SHARD)
     run_process([*arguments, str(two)], [*two_processes[:-2], str(script)], status=None)
-    assert 0 < len(FeatureStore(two)) < 40
+    assert 0 < len(FeatureStore(two)) < 130
     printed, errors = run_process([*arguments, str(two)], two_processes)
-    assert printed.count("40 chats are in") == errors.count("are free in") == 1
+    assert printed.count("130 chats are in") == errors.count("are free in") == 1
     single, found = FeatureStore(one), FeatureStore(two)
     assert found.complete
-    assert len(found) == len(single) == 40
-    for index in range(40):
+    assert len(found) == len(single) == 130
+    for index in range(130):
         ours, theirs = found[index], single[index]
         assert (ours.ids, ours.assistant_mask) == (theirs.ids, theirs.assistant_mask)
-        assert torch.equal(ours.features, theirs.features)
+        # Products may be rounded in another order in another process.
+        torch.testing.assert_close(ours.features, theirs.features, rtol=2**-7, atol=1e-4)
