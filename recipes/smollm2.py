@@ -68,16 +68,22 @@ TUNING_CHATS = 128
 #: Nats per token that the calibrated setting may give up in an answer.
 MAX_REGRET = 0.05
 #: Heads by stage. The target's projection has 49,152 rows, which every level of a draft tree reads;
-#: an EAGLE-3 head contains its rows, and 16 MB hold 4,096.
+#: an EAGLE-3 head contains its rows, and 16 MB hold 4,096. After 60 steps, the EAGLE-2 head's most
+#: likely token was the target's at 30 % of positions with a learning rate of 1e-3, at 21 % with
+#: 3e-4, and at 26 % with 3e-3.
 CONFIGS = {
-    "eagle2": TrainConfig(draft_vocab_size=8192, tokens_per_batch=4096, unroll=2),
+    "eagle2": TrainConfig(
+        draft_vocab_size=8192, tokens_per_batch=2048, lr=1e-3, unroll=2, epochs=6
+    ),
     "eagle3": TrainConfig(
         head_type="eagle3",
         draft_vocab_size=4096,
         fc_norm=True,
         norm_output=True,
-        tokens_per_batch=4096,
-        unroll=5,
+        tokens_per_batch=2048,
+        lr=1e-3,
+        unroll=3,
+        epochs=4,
     ),
 }
 
