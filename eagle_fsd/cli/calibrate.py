@@ -25,6 +25,7 @@ from eagle_fsd.evaluation.config import (
     EvaluationRequest,
     LossBounds,
     MeasureConfig,
+    SelectionConfig,
 )
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 
@@ -35,6 +36,7 @@ def calibrate(
     *,
     bounds: Annotated[LossBounds, options("Loss of quality")] = LossBounds(),
     measure: Annotated[MeasureConfig, options("Loss of quality")] = MeasureConfig(),
+    selection: Annotated[SelectionConfig, options("Selection")] = SelectionConfig(),
     engine: Annotated[
         EngineName | None,
         Parameter(
@@ -72,6 +74,7 @@ def calibrate(
             bounds,
             config.updated(**measure.model_dump()),
             grid,
+            selection,
             engine=engine,
             rules=rules,
             install=install and is_first,

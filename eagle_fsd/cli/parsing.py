@@ -41,8 +41,8 @@ NEGATIVES = {"capture": "--no-capture", "compile": "--no-compile"}
 #: Headings of groups of options, in the order of the help.
 HEADINGS = (
     *("Training", "Features", "Chats", "Export", "Server", "Evaluation", "Servers"),
-    *("Loss of quality", "Grid", "Model", "Draft tree", "Acceptance", "Answers", "Sampling"),
-    *("Decoding", "Hyperparameters", "Limits"),
+    *("Loss of quality", "Selection", "Grid", "Model", "Draft tree", "Acceptance", "Answers"),
+    *("Sampling", "Decoding", "Hyperparameters", "Limits"),
 )
 
 

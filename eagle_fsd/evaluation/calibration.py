@@ -6,10 +6,11 @@ rules from the literature) with a tree: for each of the first, the fastest chain
 bushy tree by prediction (see :mod:`eagle_fsd.evaluation.search`), because a bushy tree loses less
 accuracy at the same threshold.
 
-A fifth of the questions of every category :func:`select` the settings to test (``selection.py``).
-They are answered in :data:`ROUNDS`. After each round, the settings with the largest expected gain
-remain: the gain in speed times the probability that the setting will be certified, given its
-answers so far. The speeds of the last ones are measured, and one or two of them are chosen.
+A fifth of the questions of every category, or those of another set, :func:`select` the settings to
+test (``selection.py``). They are answered in :data:`ROUNDS`. After each round, the settings with
+the largest expected gain remain: the gain in speed times the probability that the setting will be
+certified, given its answers so far. The speeds of the last ones are measured, and one or two of
+them are chosen.
 
 The other questions, which had no part in that choice, :func:`certify` a setting
 (``certificate.py``): an exact upper bound on its loss
@@ -39,6 +40,7 @@ from eagle_fsd.evaluation.certificate import (
     count_unscored_as_wrong,
     outcomes,
     split_questions,
+    without_repeated,
 )
 from eagle_fsd.evaluation.config import (
     CalibrationConfig,
@@ -48,6 +50,7 @@ from eagle_fsd.evaluation.config import (
     GridConfig,
     LossBounds,
     MeasureConfig,
+    SelectionConfig,
 )
 from eagle_fsd.evaluation.methods import EXACT, Method, given_acceptance
 from eagle_fsd.evaluation.plots import draw_figures
@@ -141,13 +144,16 @@ class Calibration:
 class Task:
     """A calibration: its options, the pair, the questions of both stages, and what they have shown.
 
-    ``methods`` are the acceptance settings to choose from, see :func:`candidate_methods`.
+    ``selecting`` are the options for the questions ``used`` to select settings, the others those
+    for the ``fresh`` ones. ``methods`` are the acceptance settings to choose from, see
+    :func:`candidate_methods`.
     ``rows`` are the results on the questions for the selection by method, ``exact`` is exact
     decoding with its tree, and ``tests`` are the settings to test, fastest first.
     """
 
     request: EvaluationRequest
     config: CalibrationConfig
+    selecting: tuple[EvaluationRequest, CalibrationConfig]
     bounds: LossBounds
     engine: EngineName | None
     progress: ProgressFactory
@@ -170,15 +176,17 @@ class Task:
         methods: Sequence[Method],
         folder: str = "",
         on_report: Callable[[Evaluation, Report], None] = ignore,
+        selects: bool = False,
     ) -> Report | None:
         """Answer questions with methods; those in a subfolder are neither judged nor compared."""
+        request, config = self.selecting if selects else (self.request, self.config)
         # Answers are decoded without compilation, which only speeds depend on.
         unused: dict[str, Any] = {"compile": False}
         if folder:
             unused |= {"judge_base_url": None, "baseline": None, "assistant": None}
         return run_evaluation(
-            self.request.model_copy(update=unused),
-            self.config.updated(batch=self.config.answer_batch),
+            request.model_copy(update=unused),
+            config.updated(batch=config.answer_batch),
             methods,
             self.folder / folder,
             None,
@@ -192,6 +200,7 @@ def calibrate(
     bounds: LossBounds,
     config: CalibrationConfig | None = None,
     grid: GridConfig | None = None,
+    selection: SelectionConfig | None = None,
     *,
     engine: EngineName | None = None,
     rules: bool = True,
@@ -219,7 +228,8 @@ def calibrate(
         files = settings_files(request, request.output_folder("calibrate"), install)
     elif install:
         raise OptionsError(f"--install writes fsd.json, which cannot hold {engine}'s settings")
-    task = prepare(request, bounds, config, engine, progress, methods, settings)
+    selection = selection or SelectionConfig()
+    task = prepare(request, bounds, config, selection, engine, progress, methods, settings)
     select(task)
     found = certify(task)
     if found is None:
@@ -233,6 +243,7 @@ def prepare(
     request: EvaluationRequest,
     bounds: LossBounds,
     config: CalibrationConfig,
+    selection: SelectionConfig,
     engine: EngineName | None,
     progress: ProgressFactory,
     methods: Sequence[Method],
@@ -245,8 +256,22 @@ def prepare(
         )
     if request.questions == "bundled":
         request = request.updated(count=request.count or DEFAULT_COUNT)
-    questions = checked_questions(request, config.updated(batch=config.answer_batch), progress)
-    used, fresh = split_questions(list(map(count_unscored_as_wrong, questions)))
+    at_once = config.updated(batch=config.answer_batch)
+    questions = list(map(count_unscored_as_wrong, checked_questions(request, at_once, progress)))
+    selecting = request, config
+    if selection.select_on is None:
+        used, fresh = split_questions(questions)
+    else:
+        own = {"questions": selection.select_on, "count": None, "skip": 0, "grader": None}
+        selecting = request.updated(**own), config
+        used = checked_questions(selecting[0], at_once, progress)
+        fresh = without_repeated(questions, used)
+        if not fresh:
+            raise ValueError(f"{selection.select_on} leaves no other question to certify settings")
+        if config.measure == "accuracy" and not all(item.scored_by for item in used):
+            regret = selection.select_regret
+            measure = "agreement" if regret is None else "regret"
+            selecting = selecting[0], config.updated(measure=measure, max_regret=regret)
     scored, state = config.measure == "accuracy", start_processes()
     warnings = [check_questions(bounds, fresh, request.execute_code, scored)]
     folder = request.output_folder("calibrate")
@@ -263,13 +288,13 @@ def prepare(
         log.warning("%s", warning)
     if engine:
         engines.ENGINES[engine].check(model)
-    return Task(request, config, bounds, engine, progress, methods, model, used, fresh)
+    return Task(request, config, selecting, bounds, engine, progress, methods, model, used, fresh)
 
 
 def select(task: Task) -> None:
     """Select the settings to test: combinations of acceptance settings with trees."""
     raced = task.used[: RACE_GROUPS * task.config.batch]
-    workload = Workload.of(task.model, raced, task.request, task.config)
+    workload = Workload.of(task.model, raced, *task.selecting)
     compiled, file = bool(task.request.compile), task.folder / TREES_FILE
     trees = on_first_process(
         lambda: plan_trees(workload, task.methods, file, task.progress, compiled=compiled)
@@ -281,7 +306,8 @@ def select(task: Task) -> None:
         part, start = task.used[start:end], end or 0
         if not part or (number > 1 and not plan):
             break
-        report = task.answer(part, [exact, *(item.method for item in plan)], f"round-{number}")
+        methods = [exact, *(item.method for item in plan)]
+        report = task.answer(part, methods, f"round-{number}", selects=True)
         add_rows(task.rows, report["rows"] if report is not None else [])
 
         def drop(plan: list[Setting] = plan, kept: int = kept) -> list[Setting]:
@@ -331,7 +357,7 @@ def certify(task: Task) -> Calibration | None:
         found.append(extend_report(task, tested, report))
 
     if not task.tests:
-        task.answer(task.used[: ROUNDS[0][0]], [task.exact], on_report=finish)
+        task.answer(task.used[: ROUNDS[0][0]], [task.exact], on_report=finish, selects=True)
     for method in task.tests:
         tested.append(method)
         task.answer(task.fresh, [task.exact, *tested], on_report=finish)
@@ -420,7 +446,8 @@ def chosen_settings(
 
 def selection_table(task: Task) -> Table:
     """Return a table of the settings on the questions for the selection."""
-    headers = ["selection", "n", "tau", task.config.measure, "lost/gained", "tokens/s", "x exact"]
+    measure = task.selecting[1].measure
+    headers = ["selection", "n", "tau", measure, "lost/gained", "tokens/s", "x exact"]
     order = {method.name: number for number, method in enumerate(task.tests, 1)}
     cells = []
     for row in task.rows.values():

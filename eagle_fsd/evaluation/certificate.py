@@ -99,8 +99,13 @@ def split_questions(questions: Sequence[Question]) -> tuple[list[Question], list
         if quota[question.category]:
             quota[question.category] -= 1
             used.append(question)
+    return used, without_repeated(questions, used)
+
+
+def without_repeated(questions: Sequence[Question], used: Sequence[Question]) -> list[Question]:
+    """Leave out questions with the messages of one that was used."""
     known = {(question.context, question.turns) for question in used}
-    return used, [item for item in questions if (item.context, item.turns) not in known]
+    return [item for item in questions if (item.context, item.turns) not in known]
 
 
 def count_unscored_as_wrong(question: Question) -> Question:

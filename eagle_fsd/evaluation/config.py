@@ -177,6 +177,22 @@ class MeasureConfig(Options):
         return f"answers with a regret of at most {self.max_regret:g} nats per token"
 
 
+class SelectionConfig(Options):
+    """Which questions select the settings of a calibration."""
+
+    select_on: str | None = Field(
+        None,
+        description="Question set or file that selects the settings, so that all QUESTIONS certify"
+        " them; default: a fifth of QUESTIONS.",
+    )
+    select_regret: float | None = Field(
+        None,
+        ge=0.0,
+        description="Answers to --select-on without a score are lost if they give up more nats per"
+        " token than this; default: if they are not identical to exact decoding's.",
+    )
+
+
 class CalibrationConfig(EvaluationConfig, MeasureConfig):
     """How answers are decoded for calibration.
 

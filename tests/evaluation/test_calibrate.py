@@ -39,6 +39,7 @@ from eagle_fsd.evaluation.config import (
     EngineName,
     EvaluationRequest,
     LossBounds,
+    SelectionConfig,
 )
 from eagle_fsd.evaluation.markdown_report import report_text
 from eagle_fsd.evaluation.methods import Method
@@ -523,6 +524,17 @@ def test_questions_without_references_certify_agreement_and_regret(
     assert certificate.measure == f"{name} on questions.jsonl"
     assert f"points of {name} relative" in found.conclusion
     assert found.report["calibration"]["about"]["accuracy_exact"] == 1.0
+    # They select by regret a setting that scored questions certify.
+    request = EvaluationRequest(count=20, skip=8, out=tmp_path / "accuracy")
+    selection = SelectionConfig(select_on=str(file), select_regret=0.5)
+    found = calibrated(request, 50.0, selection=selection)
+    assert [item["scored"] for item in found.report["selection"]] == [15, 15]
+    assert found.table[0][3] == "regret"
+    certificate = read_settings(tmp_path / "accuracy" / "fsd.json").certificate
+    assert certificate is not None
+    assert (certificate.measure, certificate.questions) == ("accuracy on bundled", 13)
+    with pytest.raises(ValueError, match="leaves no other question"):
+        calibrated(EvaluationRequest(count=10, out=tmp_path), 50.0, selection=selection)
 
 
 @pytest.mark.slow
