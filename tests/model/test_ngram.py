@@ -224,7 +224,9 @@ PROMPTS = [prompt(7, 1), prompt(1, 2), prompt(20, 3), prompt(2, 4)]
 
 
 @pytest.mark.parametrize(
-    ("name", "tree"), zip(DRAFTERS, [TREES[0], TREES[1], TREES[2], TREES[1]], strict=True), ids=str
+    ("name", "tree"),
+    list(zip(DRAFTERS, [TREES[0], TREES[1], TREES[2], TREES[1]], strict=True)),
+    ids=str,
 )
 def test_greedy_output_matches_hugging_face(name: str, tree: TreeConfig) -> None:
     """A batch of mixed lengths, twice, so that the table has learned the answers."""
