@@ -276,7 +276,7 @@ def prepare(
     warnings = [check_questions(bounds, fresh, request.execute_code, scored)]
     folder = request.output_folder("calibrate")
     with state.main_process_first():
-        check_folder(folder, used, fresh, methods, bool(request.compile), config)
+        check_folder(folder, used, fresh, methods, bool(request.compile), config, selecting[1])
     model = load_share(request, settings)
     model.acceptance = given_acceptance(settings)
     if model.drafter.learns:
@@ -473,6 +473,7 @@ def check_folder(
     methods: Sequence[Method],
     compiled: bool,
     measure: MeasureConfig,
+    selecting: MeasureConfig,
 ) -> None:
     """Raise a ValueError if a folder holds another calibration; record what this one chooses from.
 
@@ -487,6 +488,8 @@ def check_folder(
     }
     if measure.measure != "accuracy":
         plan["measure"] = measure.measured
+    if selecting.measured != measure.measured:
+        plan["selection_measure"] = selecting.measured
     file = folder / QUESTIONS_FILE
     if not (file.exists() and (folder / TREES_FILE).exists()):
         folder.mkdir(parents=True, exist_ok=True)
@@ -494,15 +497,16 @@ def check_folder(
     elif json.loads(file.read_text(encoding="utf-8")) != plan:
         raise ValueError(
             f"{folder} holds a calibration on other questions (or with another --count), with"
-            f" other settings to choose from, another --compile or --measure: {OTHER_QUESTIONS}"
+            f" other settings to choose from, another --compile, --measure or --select-regret:"
+            f" {OTHER_QUESTIONS}"
         )
 
 
 def read_tests(folder: Path, bounds: LossBounds) -> dict[str, Any]:
-    """Return what a calibration that is resumed has fixed; empty if that is nothing.
+    """Return the contents of :data:`TESTS_FILE`, which a resumed calibration keeps, or {}.
 
-    Speeds are measured again then, and would choose other settings, whose certificates would add to
-    those of the former. A calibration with other bounds raises a ValueError.
+    Speeds are measured again on resuming and could select other settings. Certifying those as well
+    would add tests that the confidence does not account for. Raises ValueError for other bounds.
     """
     file = folder / TESTS_FILE
     if not file.exists():

@@ -85,9 +85,9 @@ def certificate_of(
 def split_questions(questions: Sequence[Question]) -> tuple[list[Question], list[Question]]:
     """Split questions into those that select settings and those that certify them.
 
-    The former are the first ones of each category, at least one and :data:`SELECTION_SHARE` of all,
-    so that both have the same shares of all categories, up to rounding. The latter are the others,
-    without those that repeat the messages of one of the former.
+    The former are the first questions of each category, :data:`SELECTION_SHARE` of all questions
+    but at least one in total, with the shares of the categories in the whole set, up to rounding.
+    The latter are the others, without those that repeat the messages of one of the former.
     """
     count = max(1, round(SELECTION_SHARE * len(questions)))
     categories = Counter(question.category for question in questions)

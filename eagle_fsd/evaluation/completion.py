@@ -35,7 +35,10 @@ class CompletionTemplate:
 def evaluation_template(
     tokenizer: PreTrainedTokenizerBase, name: str | None = None, few_shot: int | None = None
 ) -> ChatTemplate:
-    """Return how an evaluation formats chats: by a template, or as ``few_shot`` says."""
+    """Return the chat template ``name``, else the tokenizer's, else a completion template.
+
+    Raises ValueError if the last one would be used without ``few_shot``.
+    """
     if name is None and tokenizer.chat_template is None:
         if few_shot is None:
             raise ValueError(

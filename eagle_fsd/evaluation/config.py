@@ -192,6 +192,12 @@ class SelectionConfig(Options):
         " token than this; default: if they are not identical to exact decoding's.",
     )
 
+    @model_validator(mode="after")
+    def _check_regret(self) -> SelectionConfig:
+        if self.select_regret is not None and self.select_on is None:
+            raise ValueError("--select-regret requires --select-on")
+        return self
+
 
 class CalibrationConfig(EvaluationConfig, MeasureConfig):
     """How answers are decoded for calibration.

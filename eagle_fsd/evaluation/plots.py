@@ -58,7 +58,7 @@ def draw_figures(report: dict[str, Any], folder: Path) -> None:
     shown = {item.name for item in _select_points(report, TRADEOFF)}
     report["figures"] = [TRADEOFF] if compared <= shown else [TRADEOFF, METHODS]
     about = json.dumps({key: report[key] for key in ("about", "settings", "environment")})
-    # Text remains text in SVG, also dollar signs in it.
+    # Keep text as text in SVG files, and do not parse dollar signs as math.
     with matplotlib.rc_context({"svg.fonttype": "none", "text.parse_math": False}):
         for name in report["figures"]:
             figure, path = _draw(report, name), folder / name

@@ -282,7 +282,7 @@ def preserved_answers(
 def harness_accuracy(
     questions: Sequence[Question], records: Sequence[Record]
 ) -> dict[str, float] | None:
-    """Return lm-evaluation-harness's accuracies of GSM8K or IFEval; None for other questions."""
+    """Return the harness's accuracies: IFEval's, or GSM8K's for numeric answers; else None."""
     prompts = {item.question_id: item for item in questions if item.scored_by == "instructions"}
     if prompts:
         return ifeval.accuracies(

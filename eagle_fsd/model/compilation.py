@@ -294,10 +294,11 @@ class StepGraphs:
         step: Callable[[], Result],
         eager: Callable[[], Result] | None = None,
     ) -> Result:
-        """Run a step, which keeps its state in tensors, on torch's current device.
+        """Run a step on torch's current device, replayed from a graph where possible.
 
-        ``shapes`` is everything that shapes in it depend on. A replayed step overwrites its result.
-        ``eager`` is the same step for eager runs, which may do more on the host.
+        The step keeps its state in tensors, whose shapes ``shapes`` identifies. The next replay
+        overwrites the result. ``eager`` is the same step for eager runs, which may do more on the
+        host.
         """
         eager = eager or step
         if self._failed or self._target in _not_capturable:

@@ -228,7 +228,10 @@ class AcceptanceConfig(Options):
 
 
 def one_rule(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return changes in which a threshold resets the rule, or another rule the threshold."""
+    """Return ``changes`` completed so that either FSD's rule with its threshold or another applies.
+
+    A threshold alone selects rule ``fsd``; another rule alone sets the threshold to 0.
+    """
     threshold, rule = changes.get("threshold"), changes.get("rule")
     if rule is None and threshold is not None:
         return {**changes, "rule": "fsd"}

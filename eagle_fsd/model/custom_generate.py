@@ -61,6 +61,7 @@ def custom_generate(
     price: float | None = None,
     max_fuzzy_nats: float | None = None,
     exact_first: int | None = None,
+    rule: str | None = None,
     method: str = "fsd",
     seed: int | None = None,
     **model_kwargs: Any,
@@ -81,7 +82,7 @@ def custom_generate(
         synced_gpus: Must be False: ranks take different numbers of passes.
         streamer: See :meth:`EagleFSD.generate`.
         threshold, divergence, min_ratio, fallback, selection, divergence_on, price, max_fuzzy_nats,
-            exact_first: Override these fields of :attr:`EagleFSD.acceptance`.
+            exact_first, rule: Override these fields of :attr:`EagleFSD.acceptance`.
         method: ``"fsd"`` or ``"ar"``.
         seed: Seed that makes sampling reproducible.
         **model_kwargs: ``attention_mask``, and what Hugging Face adds by itself: an empty
@@ -137,6 +138,7 @@ def custom_generate(
             price=price,
             max_fuzzy_nats=max_fuzzy_nats,
             exact_first=exact_first,
+            rule=rule,
         ),
         method=method,
         seed=seed,

@@ -106,7 +106,7 @@ def measure_costs(model: EagleFSD) -> tuple[dict[int, float], dict[int, float], 
     spent = {}
     original = model.tree
     try:
-        for tree in trees:
+        for tree in dict.fromkeys(trees):
             model.tree = tree
             spent[tree.total_tokens, tree.depth, tree.top_k] = _step_seconds(model)
     finally:

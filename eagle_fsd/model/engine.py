@@ -278,7 +278,7 @@ class Engine:
         return order
 
     def abandon(self) -> None:
-        """Do not process prompts any further whose rows have all been canceled."""
+        """Do not process prompts any further whose rows have all been cancelled."""
         self._prompts = deque(
             group for group in self._prompts if not all(row.finished for row in group.rows)
         )

@@ -276,18 +276,18 @@ class Answer:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.tokens: list[int] = []  # the new ones
+        self.tokens: list[int] = []  # new tokens
         self.origins: list[int] = []
         self.stats = DecodeStats.empty(1)  # its seconds are those during which it was decoded
-        self.finished = False  # whether it has ended or was canceled
+        self.finished = False  # whether it has ended or was cancelled
         self.error: Exception | None = None  # why decoding failed
-        self.prompt = request.tokens  # that of the row: includes new tokens if it was resumed
+        self.prompt = request.tokens  # the row's prompt, with the new tokens if it was resumed
         self.length = 0  # tokens in the target's cache
         self.root = 0  # the last token, which is not in the cache
         self.began: dict[str, float] = {}  # the engine's seconds by phase when the row was added
         self.prefilled = 0  # prompt tokens that were processed, without those that were cached
         self.prefix: Prefix | None = None  # the row's tokens for processors that read them
-        self.rule_state: Tensor | None = None  # to resume from; default: fresh
+        self.rule_state: Tensor | None = None  # to resume from; None: fresh
 
     @property
     def key(self) -> int:

@@ -1,7 +1,8 @@
 """Distributions over large vocabularies, without normalized copies of the logits.
 
-What needs whole rows processes a few of them at a time, of :data:`CHUNK` values together; in code
-that ``torch.compile`` traces, all at once, because the compiler fuses the operations.
+Operations on whole rows process a few rows at a time: about :data:`CHUNK` values on a CPU,
+:data:`DEVICE_CHUNK` elsewhere. In code that ``torch.compile`` traces, they process all rows at
+once, because the compiler fuses the operations.
 
 Shape letters: ``B`` rows, ``N`` nodes, ``V`` vocabulary, ``Q`` queried (node, token) pairs, ``R``
 flattened ``B * N`` nodes or some of them.

@@ -27,7 +27,7 @@ class CheckpointError(ValueError):
 
 
 def tensor_files(find: Callable[[str], str | None]) -> dict[str, str]:
-    """Return the file of every tensor of a checkpoint; ``find`` returns a file's path."""
+    """Map tensor names to file names; ``find`` returns a file's path, or None if it is missing."""
     for name in WEIGHT_FILES:
         if path := find(name):
             return dict.fromkeys(_tensor_names(path), name)

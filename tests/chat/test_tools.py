@@ -48,6 +48,11 @@ ANSWERS: tuple[tuple[str, str, list[tuple[str, Any]]], ...] = (
         "Wait.\n",
         [("weather", {"city": "Rome"}), ("time", {})],
     ),
+    (
+        f"<tool_call>{ROME}</tool_call>\nI called the tool.",
+        "I called the tool.",
+        [("weather", {"city": "Rome"})],
+    ),
     (' {"name": "time", "parameters": {}}', "", [("time", {})]),
     (
         f'{ROME}; {{"name": "time", "parameters": {{}}}}',

@@ -314,18 +314,19 @@ def test_a_folder_holds_one_calibration(tmp_path: Path) -> None:
     """More questions would move some from one stage to the other, and other bounds test others."""
     asked, folder = questions(40), tmp_path / "out"
     names = [Method("T=0.1"), Method("acc 0.5")]
-    check_folder(folder, *split_questions(asked[:8]), names, False, CONFIG)
+    check_folder(folder, *split_questions(asked[:8]), names, False, CONFIG, CONFIG)
     # Nothing is measured so far.
-    check_folder(folder, *split_questions(asked[:20]), names, False, CONFIG)
+    check_folder(folder, *split_questions(asked[:20]), names, False, CONFIG, CONFIG)
     (folder / "trees.json").touch()
-    check_folder(folder, *split_questions(asked[:20]), names, False, CONFIG)
+    check_folder(folder, *split_questions(asked[:20]), names, False, CONFIG, CONFIG)
     words = r"another --count.* output folder, and with --skip or --seed other questions"
     for count, chosen, compiled in ((40, names, False), (20, names[:1], False), (20, names, True)):
         with pytest.raises(ValueError, match=words):
-            check_folder(folder, *split_questions(asked[:count]), chosen, compiled, CONFIG)
+            check_folder(folder, *split_questions(asked[:count]), chosen, compiled, CONFIG, CONFIG)
     agreement = CONFIG.updated(measure="agreement")
-    with pytest.raises(ValueError, match="another --compile or --measure"):
-        check_folder(folder, *split_questions(asked[:20]), names, False, agreement)
+    for measures in ((agreement, agreement), (CONFIG, agreement)):
+        with pytest.raises(ValueError, match="another --compile, --measure or --select-regret"):
+            check_folder(folder, *split_questions(asked[:20]), names, False, *measures)
     assert not read_tests(folder, BOUNDS)
     fixed = {"bounds": BOUNDS.model_dump(), "exact": TREE.model_dump(), "tests": ["b", "a"]}
     (folder / "tests.json").write_text(json.dumps(fixed))

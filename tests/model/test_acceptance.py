@@ -182,8 +182,9 @@ def _within(share: float, p: float) -> bool:
 
 
 def test_children_are_accepted_with_their_raised_probabilities() -> None:
-    for nothing in (TargetRule(), BudgetRule(0.0), ExactRule()):
-        shares = _accepted_shares(nothing, [C, A])
+    """C has .20, A has .30; rules that raise nothing accept exactly the target's samples."""
+    for unchanged in (TargetRule(), BudgetRule(0.0), ExactRule()):
+        shares = _accepted_shares(unchanged, [C, A])
         assert _within(shares[0], 0.20)
         assert _within(shares[1], 0.30)
     for rule, raised in (

@@ -122,7 +122,7 @@ def test_chats_that_take_turns_keep_their_beginnings() -> None:
     assert processed[0] > 50
 
 
-def test_canceled_answers_leave_at_once_and_change_no_other() -> None:
+def test_cancelled_answers_leave_at_once_and_change_no_other() -> None:
     """Waiting, while its prompt is processed, and while it is decoded."""
     pair = aligned_pair()
     batch = pair.batch(3)

@@ -19,9 +19,7 @@ from trees import (
 
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.probe import DivergenceProbe
-from eagle_fsd.model.verify import (
-    verify,
-)
+from eagle_fsd.model.verify import verify
 
 
 def test_divergence_equal_to_the_threshold_is_not_below_it() -> None:
@@ -39,6 +37,7 @@ def test_reached_nodes_with_children_are_recorded() -> None:
     tree = make_tree([0, 0, 0, 1, 2], [A, B, C, D, E], q)
     inputs = make_inputs(tree, [UNIFORM] * 5, sampled=[B, E, E, A, A])
     probe = DivergenceProbe(["js", "tv"])
+    # A tree without children is not recorded.
     probe.gate(make_inputs(make_tree([0], [A]), [UNIFORM], sampled=[B]))
     kept = verify(inputs, probe)
     (record,) = probe.records

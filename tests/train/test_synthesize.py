@@ -146,7 +146,7 @@ def test_result_depends_on_neither_batch_nor_interruption(tmp_path: Path) -> Non
 
 
 def test_unusable_chats_end_the_run(tmp_path: Path, run: Callable[..., tuple]) -> None:
-    """With counts by reason, in one line."""
+    """The error counts the dropped chats by reason."""
     words = ("train", "synthesize", "--out", tmp_path / "chats.jsonl", "--max-user-tokens", 1)
     status, _, errors = run(*words, "--count", 50)
     assert status == 1

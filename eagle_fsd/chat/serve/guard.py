@@ -107,8 +107,9 @@ class Guard:
         """Handle a connection; see the ASGI specification for the arguments."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
+            return
         if scope["type"] != "http":
-            return  # not accepting a WebSocket closes it
+            return  # a WebSocket that is not accepted is closed
         started, headers = False, self._response_headers(scope)
 
         async def tracked_send(message: Message) -> None:

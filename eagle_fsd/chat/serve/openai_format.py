@@ -479,14 +479,14 @@ class ResponseBuilder:
         return found
 
     def _content(self, index: int, update: JobUpdate) -> tuple[str, list[dict[str, Any]]]:
-        """Return the text of an update, and the calls of tools that it completes."""
+        """Return the text of an update, and the tool calls that it completes."""
         parser = self._parsers[index]
         if parser is None:
             return update.text, []
         return parser.push(update.pieces, end=update.finish_reason is not None)
 
     def _calls(self, index: int, text: str) -> dict[str, Any]:
-        """Return what a message with calls of tools has beside others; text may then be null."""
+        """Return the fields that tool calls add to a message; ``content`` is null without text."""
         parser = self._parsers[index]
         if parser is None or not parser.calls:
             return {}

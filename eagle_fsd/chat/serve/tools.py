@@ -85,7 +85,7 @@ class FunctionCall(Body):
 
 
 class ToolCall(Body):
-    """A call of a tool in a message of an assistant."""
+    """A tool call in an assistant message."""
 
     id: str
     type: Literal["function"] = "function"
@@ -98,7 +98,7 @@ class ToolCall(Body):
 
 
 class ToolParser:
-    """Separate the text of a streamed answer from the calls of tools with these names.
+    """Separate the text of a streamed answer from calls of the tools with these names.
 
     What may be a call is held back until it is complete. It stays text if it is not a call of one
     of the tools.
@@ -109,6 +109,7 @@ class ToolParser:
         self._held = ""
         self._marker: str | None = None
         self._started = False
+        self._after_call = False  # whether only whitespace has followed the last call
         self.calls: list[dict[str, Any]] = []
 
     def push(self, pieces: Sequence[Piece], end: bool) -> tuple[str, list[dict[str, Any]]]:
@@ -130,15 +131,15 @@ class ToolParser:
 
     def _content(self, end: bool) -> str:
         """Take the text before the next marker."""
-        if not self._started or self.calls:
+        if not self._started or self._after_call:
             stripped = self._held.lstrip()
             if not stripped and not end:
                 return ""
             if not self._started and stripped.startswith(BARE):
                 self._marker, self._held, self._started = "", stripped, True
                 return ""
-            self._held = stripped if self.calls else self._held
-        self._started = True
+            self._held = stripped if self._after_call else self._held
+        self._started, self._after_call = True, False
         found = [(self._held.find(marker), marker) for marker in MARKERS if marker in self._held]
         if found:
             at, self._marker = min(found)
@@ -164,6 +165,7 @@ class ToolParser:
         except (ValueError, RecursionError):  # not JSON, or not of these tools
             return text
         self.calls += calls
+        self._after_call = True
         return ""
 
     def _read(self, body: str) -> list[dict[str, Any]]:
@@ -176,7 +178,7 @@ class ToolParser:
         calls = []
         for index, value in enumerate(values, len(self.calls)):
             if not isinstance(value, dict) or str(value.get("name")) not in self._names:
-                raise ValueError("not a call of a tool")
+                raise ValueError("not a tool call")
             arguments = value.get("arguments", value.get("parameters", {}))
             if not isinstance(arguments, dict):
                 raise ValueError("the arguments are not an object")

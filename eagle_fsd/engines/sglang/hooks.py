@@ -106,7 +106,7 @@ class ArgumentCheck:
                 raise OptionsError(f"eagle_fsd needs {name} {default}; got {value}")
         folders = {
             "target": arguments.model_path,
-            "drafter": str(arguments.speculative_draft_model_path),
+            "drafter": arguments.speculative_draft_model_path or algorithm,
         }
         check_weights(self.settings, folders, log)
         log.info("%s", describe(self.settings, "SGLang"))

@@ -232,14 +232,13 @@ def measure_costs(workload: Workload, progress: Progress, rounds: int | None = N
     return StepCosts.fit(plain, dict(zip(trees, others, strict=True)))
 
 
-def step_seconds(workload: Workload, method: Method, prompt: int) -> float:
-    """Return the median seconds of a few steps whose trees are full, from a prompt's index on.
+def step_seconds(workload: Workload, method: Method, first: int) -> float:
+    """Return the median seconds of steps with full trees, for prompts from index ``first`` on.
 
-    :class:`FullTrees` takes the place of drafters on the host, which may propose fewer nodes than
-    the tree has. What happens only once, such as the first step and on CUDA the first steps with
-    any shapes, is not part of the result.
+    :class:`FullTrees` replaces drafters on the host, which may propose fewer nodes than the tree
+    has. One-time costs are left out: the first step and, on CUDA, the first steps with any shapes.
     """
-    prompts = workload.take(prompt, workload.config.batch)
+    prompts = workload.take(first, workload.config.batch)
     pair = method.pair_for(workload.pair())
     with using_device(pair.target.device):
         fills_tree = pair.drafter.start(pair.tree, None).on_device

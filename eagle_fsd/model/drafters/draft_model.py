@@ -61,7 +61,7 @@ class DraftModel(LevelDrafter):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
-        with _naming(model):
+        with _prefixed_errors(model):
             self._inner = Target(model)
         self._vocab_size = self._inner.vocab_size
 
@@ -98,7 +98,7 @@ class DraftModel(LevelDrafter):
         return self._inner.layout
 
     def start(self, tree: TreeConfig, draw: Draw | None) -> LevelState:
-        with _naming(self.model):
+        with _prefixed_errors(self.model):
             check_target(self._inner)
         config = self.model.generation_config
         adaptive = config and config.num_assistant_tokens_schedule in ADAPTIVE_SCHEDULES
@@ -153,8 +153,8 @@ class AdaptiveState(LevelState):
 
 
 @contextmanager
-def _naming(model: PreTrainedModel) -> Iterator[None]:
-    """Prefix errors, which are also raised for targets, with the name of the draft model."""
+def _prefixed_errors(model: PreTrainedModel) -> Iterator[None]:
+    """Prefix errors with the draft model's name, because targets raise the same ones."""
     try:
         yield
     except ValueError as error:

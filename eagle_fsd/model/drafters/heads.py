@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedConfig
+from transformers import AutoModel, Cache, PreTrainedConfig
 from typing_extensions import Self
 
 from eagle_fsd.model.attention import TREE_ATTENTION, fold_mask
@@ -104,15 +104,16 @@ class DraftHead(nn.Module, LevelDrafter):
         tokens: Tensor,
         positions: Tensor,
         mask: Tensor | None = None,
-        cache: TreeCache | None = None,
+        cache: Cache | None = None,
         rotary: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
         """Process pairs of a hidden state ``x`` and the token after it: ``[B, S, H]``.
 
         ``x`` ``[B, S, H]`` is a result of :meth:`fuse` or :meth:`carry`, ``positions`` ``[B, S]``
         are those of the hidden states, and ``mask`` ``[B, 1, S, L]`` is additive; None is causal
-        over ``S``. :meth:`TreeCache.place` has been called on ``cache``, and ``rotary`` is by
-        default the result of :meth:`rotate` for the positions.
+        over ``S``. Before a call with a :class:`TreeCache`, :meth:`TreeCache.place` selects the
+        slots. ``rotary`` may be passed with a :class:`TreeCache` and a mask only: the result of
+        :meth:`rotate` for the positions, by default computed.
         """
         embedded = self.embed(tokens)
         if self.plain and isinstance(cache, TreeCache) and mask is not None:
@@ -161,7 +162,7 @@ class DraftHead(nn.Module, LevelDrafter):
 
 
 def layer_options(
-    positions: Tensor, mask: Tensor | None, cache: TreeCache | None, rotary: tuple[Tensor, ...]
+    positions: Tensor, mask: Tensor | None, cache: Cache | None, rotary: tuple[Tensor, ...]
 ) -> dict[str, Any]:
     """Return the keyword arguments of a decoder layer."""
     return {

@@ -346,21 +346,23 @@ class _CountingState(DraftState):
                     parents[row, place] = node.parent + padding if node.parent else 0
                 if node.q:
                     draft_rows[row, place] = expanded
-                    items = support[row, expanded], log_probs[row, expanded]
-                    for values, item in zip(items, zip(*node.q, strict=True), strict=True):
-                        values[: len(item)] = item
+                    ids, values = zip(*node.q, strict=True)
+                    support[row, expanded, : len(ids)] = ids
+                    log_probs[row, expanded, : len(ids)] = values
                     expanded += 1
         device = roots.device
-        draft = torch.full((batch, size - 1, self.drafter.vocab_size), -torch.inf, device=device)
-        draft.scatter_reduce_(2, _upload(support, device), _upload(log_probs, device), "amax")
-        uploaded = _upload(parents, device)
+        shape = batch, size - 1, self.drafter.vocab_size
+        draft_log_probs = torch.full(shape, -torch.inf, device=device)
+        sparse = _upload(support, device), _upload(log_probs, device)
+        draft_log_probs.scatter_reduce_(2, *sparse, "amax")
+        parent_nodes = _upload(parents, device)
         return DraftTree(
             tokens=torch.cat([roots[:, None], _upload(tokens[:, 1:], device)], 1),
-            parents=uploaded,
+            parents=parent_nodes,
             depths=_upload(depths, device),
-            ancestors=ancestor_matrix(uploaded, self.depth),
+            ancestors=ancestor_matrix(parent_nodes, self.depth),
             draft_rows=_upload(draft_rows, device),
-            draft_log_probs=draft,
+            draft_log_probs=draft_log_probs,
             max_depth=self.depth,
         )
 
