@@ -151,8 +151,8 @@ def conclude(
     choices: int,
     measured: str = "accuracy",
 ) -> str:
-    """Return sentences on the verdicts of up to ``tests`` settings that state the bound."""
-    allowed = f"{bounds.max_drop:g} points"
+    """Return the outcome of testing up to ``tests`` of ``choices`` settings, with the bound."""
+    allowed = f"{bounds.max_drop:g} point{'' if bounds.max_drop == 1.0 else 's'}"
     if not verdicts:
         return (
             f"Exact decoding: none of {choices} settings is faster and likely to be certified to"

@@ -188,8 +188,8 @@ class SelectionConfig(Options):
     select_regret: float | None = Field(
         None,
         ge=0.0,
-        description="Answers to --select-on without a score are lost if they give up more nats per"
-        " token than this; default: if they are not identical to exact decoding's.",
+        description="If a question of --select-on has no score, an answer is lost if it gives up"
+        " more nats per token than this; default: if it is not identical to exact decoding's.",
     )
 
     @model_validator(mode="after")
@@ -323,6 +323,8 @@ class ServerOptions(LossBounds):
         for server, name in zip(servers, names, strict=True):
             if not re.fullmatch(r"[\w.-]+=https?://.+", server):
                 raise ValueError(f"--server must be NAME=URL; got {server}")
+            if name in ("plain", "hf"):  # reports compare with these methods
+                raise ValueError(f"--server: a server cannot be named {name}")
             if names.count(name) > 1:
                 raise ValueError(f"--server: two servers have the name {name!r}")
         if len(servers) == 1:

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
-from eagle_fsd.engines.settings import check_supported
+from eagle_fsd.engines.settings import CONFIG_KEY, check_supported
 from eagle_fsd.evaluation.config import EngineName, EvaluationRequest
 from eagle_fsd.evaluation.methods import EAGLE_ACCEPTANCE, Method
 from eagle_fsd.model.acceptance import TargetRule, TopKRule
@@ -26,6 +26,7 @@ from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.eagle import EagleHead
 from eagle_fsd.model.drafters.eagle3 import Eagle3Head
 from eagle_fsd.model.drafters.ngram import NGramDrafter
+from eagle_fsd.model.gguf import locate_model
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.options import OptionsError
 
@@ -106,7 +107,7 @@ def _vllm_flags(_: Method, tree: TreeConfig, model: EagleFSD, request: Evaluatio
     else:
         speculative["model"] = request.drafter or str(BUNDLED_HEAD)
     folder = request.output_folder("calibrate").resolve()
-    target = request.target or str(BUNDLED_TARGET)
+    target = locate_model(request.target or str(BUNDLED_TARGET))
     if kind in ("eagle", "eagle3"):
         head, exported = speculative["model"], str(folder / "head")
         speculative["model"] = exported
@@ -116,7 +117,7 @@ def _vllm_flags(_: Method, tree: TreeConfig, model: EagleFSD, request: Evaluatio
         )
     options = {
         "speculative-config": speculative,
-        "additional-config": {"eagle_fsd": str(folder / SETTINGS_FILE)},
+        "additional-config": {CONFIG_KEY: str(folder / SETTINGS_FILE)},
     }
     flags = [f"--{name} {shlex.quote(json.dumps(value))}" for name, value in options.items()]
     commands.append(

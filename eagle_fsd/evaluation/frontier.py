@@ -41,7 +41,7 @@ class Point:
     """Speed in tokens per second, and quality of a method with a row of a report.
 
     Quality is accuracy in percent, or log-probability under the target in nats per token. The
-    intervals (95%) compare with exact decoding on the same questions.
+    intervals (95%) compare with the reference, such as exact decoding, on the same questions.
     """
 
     row: Row
@@ -49,6 +49,7 @@ class Point:
     speed_interval: Interval
     quality: float
     quality_interval: Interval
+    is_reference: bool = False
 
     @property
     def name(self) -> str:
@@ -67,14 +68,14 @@ class Point:
         )
 
 
-def points(rows: Sequence[Row]) -> list[Point]:
-    """Return the methods whose speed and quality can be compared with exact decoding's.
+def points(rows: Sequence[Row], reference: str = "exact") -> list[Point]:
+    """Return the methods whose speed and quality can be compared with the reference's.
 
-    Speeds are comparable within a session only: a method's ratio to exact decoding is multiplied by
-    exact decoding's overall speed.
+    Speeds are comparable within a session only: a method's ratio to the reference is multiplied by
+    the reference's overall speed.
     """
     known = comparable_rows(rows)
-    exact = next((row for row in known if row["method"] == "exact"), None)
+    exact = next((row for row in known if row["method"] == reference), None)
     if exact is None:
         return []
     pace, scored = exact["tokens_per_second"], exact["accuracy"] is not None
@@ -85,7 +86,16 @@ def points(rows: Sequence[Row]) -> list[Point]:
         ratio = row["speed_over_exact"]
         low, high = row["speed_over_exact_interval"] or (ratio, ratio)
         level, interval = _quality(row, exact)
-        found.append(Point(row, pace * ratio, (pace * low, pace * high), level, interval))
+        found.append(
+            Point(
+                row,
+                speed=pace * ratio,
+                speed_interval=(pace * low, pace * high),
+                quality=level,
+                quality_interval=interval,
+                is_reference=row is exact,
+            )
+        )
     return found
 
 

@@ -52,7 +52,7 @@ def draw_figures(report: dict[str, Any], folder: Path) -> None:
     """
     import matplotlib
 
-    compared = {item.name for item in points(report["rows"])} - {EXACT.name, *BASELINES}
+    compared = {item.name for item in _points(report) if not item.is_reference} - {*BASELINES}
     if not compared:
         return
     shown = {item.name for item in _select_points(report, TRADEOFF)}
@@ -65,6 +65,10 @@ def draw_figures(report: dict[str, Any], folder: Path) -> None:
             figure.savefig(path, dpi=DPI, metadata={"Description": about})
             metadata = {"Description": about, "Date": None}
             figure.savefig(path.with_suffix(".svg"), metadata=metadata)
+
+
+def _points(report: dict[str, Any]) -> list[Point]:
+    return points(report["rows"], report.get("reference", EXACT.name))
 
 
 def _series(point: Point) -> str:
@@ -80,7 +84,7 @@ def _lines(found: Sequence[Point]) -> dict[str, list[Point]]:
     """Return the methods that are FSD by line, with increasing thresholds."""
     lines: dict[str, list[Point]] = {}
     for point in found:
-        if _series(point).startswith("FSD") and point.name != EXACT.name:
+        if _series(point).startswith("FSD") and not point.is_reference:
             lines.setdefault(_series(point), []).append(point)
     return {
         label: sorted(members, key=lambda point: point.row["settings"]["threshold"])
@@ -94,7 +98,7 @@ def _select_points(report: dict[str, Any], name: str) -> list[Point]:
     The line of FSD in :data:`TRADEOFF` is that of the calibrated setting, or the one that has most
     methods on the Pareto front.
     """
-    found = points(report["rows"])
+    found = _points(report)
     lines, marked = _lines(found), report.get("calibrated")
     if name == METHODS or not lines:
         return [point for point in found if point.name not in BASELINES]
@@ -108,8 +112,8 @@ def _select_points(report: dict[str, Any], name: str) -> list[Point]:
     )
     known = {point.name for point in found}
     baseline = HF.name if HF.name in known else PLAIN.name
-    shown = {EXACT.name, baseline, marked, *(point.name for point in best)}
-    return [point for point in found if point.name in shown]
+    shown = {baseline, marked, *(point.name for point in best)}
+    return [point for point in found if point.is_reference or point.name in shown]
 
 
 def _draw(report: dict[str, Any], name: str) -> Any:
@@ -119,39 +123,39 @@ def _draw(report: dict[str, Any], name: str) -> Any:
 
     figure = Figure(figsize=SIZE, layout="constrained")
     FigureCanvasAgg(figure)
-    axis: Any = figure.subplots()
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
-    known = {point.name: point for point in points(report["rows"])}
+    ax: Any = figure.subplots()
+    ax.grid(alpha=0.25)
+    ax.spines[["top", "right"]].set_visible(False)
+    known = {point.name: point for point in _points(report)}
     found = _select_points(report, name)
-    axis.set_xlim(speed_range(found))
-    axis.set_ylim(quality_range(found))
+    ax.set_xlim(speed_range(found))
+    ax.set_ylim(quality_range(found))
     scored = found[0].row["accuracy"] is not None
-    given = {name: report["about"].get(name) for name in MeasureConfig.model_fields}
+    given = {field: report["about"].get(field) for field in MeasureConfig.model_fields}
     measured = MeasureConfig().updated(**given).measured
-    axis.set_ylabel(f"{measured} (%)" if scored else "log-probability (nats/token)")
-    axis.set_xlabel("tokens/s, including the prefill")
+    ax.set_ylabel(f"{measured} (%)" if scored else "log-probability (nats/token)")
+    ax.set_xlabel("tokens/s, including the prefill")
     if PLAIN.name in known:
         plain = known[PLAIN.name].speed
         scales = partial(operator.mul, 1.0 / plain), partial(operator.mul, plain)
-        times = axis.secondary_xaxis("top", functions=scales)
+        times = ax.secondary_xaxis("top", functions=scales)
         times.set_xlabel(f"times plain decoding ({plain:.0f} tokens/s)", fontsize=SMALL)
-    axis.set_title(
-        "Quality against speed, with 95% intervals relative to exact decoding", fontsize=TITLE
-    )
+    reference = report.get("reference", "exact decoding")
+    title = f"Quality against speed, with 95% intervals relative to {reference}"
+    ax.set_title(escape_control_chars(title), fontsize=TITLE)
     colors = dict(zip(_lines(list(known.values())), COLORS, strict=False))  # equal in all figures
-    labels = _draw_methods(axis, found, colors, report.get("calibrated"))
-    _draw_front(axis, [item for item in known.values() if item.name not in BASELINES])
-    axis.legend(frameon=False, fontsize=SMALL, loc="best")
+    labels = _draw_methods(ax, found, colors, report.get("calibrated"))
+    _draw_front(ax, [item for item in known.values() if item.name not in BASELINES])
+    ax.legend(frameon=False, fontsize=SMALL, loc="best")
     footnote = escape_control_chars(measurement(report))
     figure.supxlabel(footnote, fontsize=TINY, color=GRAY, wrap=True)
     figure.draw_without_rendering()  # positions are known and final afterwards
     figure.set_layout_engine("none")
-    _place_labels(axis, labels)
+    _place_labels(ax, labels)
     return figure
 
 
-def _draw_front(axis: Any, found: Sequence[Point]) -> None:
+def _draw_front(ax: Any, found: Sequence[Point]) -> None:
     """Draw the Pareto front of the estimates."""
     best: list[Point] = []
     for point in reversed(pareto_front(found)):
@@ -159,64 +163,68 @@ def _draw_front(axis: Any, found: Sequence[Point]) -> None:
             best.insert(0, point)
     speeds, qualities = [point.speed for point in best], [point.quality for point in best]
     style = {"color": GRAY, "linewidth": 1.2, "linestyle": ":"}
-    axis.step(speeds, qualities, where="pre", label="Pareto front of all methods", **style)
+    ax.step(speeds, qualities, where="pre", label="Pareto front of all methods", **style)
 
 
 def _draw_methods(
-    axis: Any, found: Sequence[Point], colors: dict[str, str], marked: str | None
+    ax: Any, found: Sequence[Point], colors: dict[str, str], marked: str | None
 ) -> list[tuple[Point, str, str]]:
     """Draw methods, lines of FSD, and a ring; return point, text and color of each label."""
-    lines, floor = _lines(found), axis.get_ylim()[0]
+    lines, floor = _lines(found), ax.get_ylim()[0]
     labels = []
     for label, members in lines.items():
         speeds, qualities = [item.speed for item in members], [item.quality for item in members]
-        axis.plot(speeds, qualities, color=colors.get(label, GRAY), label=label)
+        ax.plot(speeds, qualities, color=colors.get(label, GRAY), label=label)
     for point in found:
-        color = "black" if point.name == EXACT.name else colors.get(_series(point), GRAY)
-        _draw_point(axis, point, color)
+        color = "black" if point.is_reference else colors.get(_series(point), GRAY)
+        _draw_point(ax, point, color)
         text = escape_control_chars("Hugging Face" if point.name == HF.name else point.name)
         if point.name == marked:
             style = {"markersize": 13, "markerfacecolor": "none", "color": "black"}
             place = [point.speed], [max(point.quality, floor)]
-            axis.plot(*place, "o", zorder=5, label=f"calibrated: {text}", **style)
+            ax.plot(*place, "o", zorder=5, label=f"calibrated: {text}", **style)
         if color in COLORS and len(lines[_series(point)]) > 1:
             text = f"T={point.row['settings']['threshold']:g}"
         below = f" ({point.quality:.4g})" if point.quality < floor else ""
         labels.append((point, text + below, color))
     return sorted(
-        labels, key=lambda item: (item[0].name not in (EXACT.name, marked), item[2] == GRAY)
+        labels,
+        key=lambda item: (
+            not item[0].is_reference and item[0].name != marked,
+            item[2] == GRAY,
+        ),
     )
 
 
-def _draw_point(axis: Any, point: Point, color: str) -> None:
+def _draw_point(ax: Any, point: Point, color: str) -> None:
     """Draw a method with its intervals; one below the plot as an arrow at its lower edge."""
-    floor = axis.get_ylim()[0]
+    floor = ax.get_ylim()[0]
     shape = {"marker": "*", "markersize": 14} if color == "black" else {"marker": "o"}
     style = {"color": color, "linestyle": "", "clip_on": False, "zorder": 3, **shape}
     if point.quality < floor:
-        axis.plot([point.speed], [floor], **{**style, "marker": "v"})
+        ax.plot([point.speed], [floor], **{**style, "marker": "v"})
         return
     bars = {"color": color, "linewidth": 0.9, "alpha": 0.5}
-    axis.plot(point.speed_interval, [point.quality] * 2, **bars)
-    axis.plot([point.speed] * 2, point.quality_interval, **bars)
-    axis.plot([point.speed], [point.quality], **style)
+    ax.plot(point.speed_interval, [point.quality] * 2, **bars)
+    ax.plot([point.speed] * 2, point.quality_interval, **bars)
+    ax.plot([point.speed], [point.quality], **style)
 
 
-def _place_labels(axis: Any, labels: Sequence[tuple[Point, str, str]]) -> None:
+def _place_labels(ax: Any, labels: Sequence[tuple[Point, str, str]]) -> None:
     """Label points, the first ones first, where a label covers nothing; omit the others."""
     from matplotlib.transforms import Bbox
 
-    floor, radius = axis.get_ylim()[0], 5 * axis.get_figure().dpi / 72
+    floor, radius = ax.get_ylim()[0], 5 * ax.get_figure().dpi / 72
     places = [(point.speed, max(point.quality, floor)) for point, _, _ in labels]
-    centers = axis.transData.transform(places)
+    centers = ax.transData.transform(places)
     taken = [Bbox([center - radius, center + radius]) for center in centers]
-    taken.append(axis.get_legend().get_window_extent())
-    frame = axis.get_window_extent()
+    taken.append(ax.get_legend().get_window_extent())
+    frame = ax.get_window_extent()
     for place, (_, text, color) in zip(places, labels, strict=True):
         style = {"fontsize": SMALL, "color": color, "zorder": 6, "textcoords": "offset points"}
         style["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5}
         for x, y, horizontal, vertical in LABEL_PLACES:
-            label = axis.annotate(text, place, (x, y), ha=horizontal, va=vertical, **style)
+            label = ax.annotate(text, place, (x, y), ha=horizontal, va=vertical, **style)
             box = label.get_window_extent()
             if frame.count_contains(box.corners()) == 4 and not box.count_overlaps(taken):
                 taken.append(box)

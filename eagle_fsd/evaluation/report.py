@@ -125,7 +125,7 @@ class Summary:
     def as_row(
         self, plain: Summary | None, exact: Summary | None, hf: Summary | None = None
     ) -> dict[str, Any]:
-        """Return a row of the report, as JSON values, relative to methods with other decoding."""
+        """Return the method's row of a report, as JSON values, compared with the given methods."""
         seconds, tokens, accepted = self.total("wall_time"), self.total("new_tokens"), self.accepted
         waits = [sum(choice["latency"]) for record in self.records for choice in record["choices"]]
         latency = None

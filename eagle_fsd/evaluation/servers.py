@@ -68,11 +68,13 @@ class ComparedServer:
             listed = dict(ChatClient(endpoint).list_models())
         except EndpointError as error:
             raise ServerError(f"server {name} at {endpoint.redacted_url}: {error}") from error
-        if model is None:
-            model = next(iter(listed), None)
-        if model is None or model not in listed:
-            known = ", ".join(listed) or "no model"
-            raise OptionsError(f"server {name} lists {known}; got --server-model {model}")
+        if not listed:
+            raise OptionsError(f"server {name} lists no model")
+        model = model or next(iter(listed))
+        if model not in listed:
+            raise OptionsError(
+                f"server {name} lists {', '.join(listed)}; got --server-model {model}"
+            )
         return cls(name, Endpoint(url, model, timeout=TIMEOUT), listed[model])
 
     @cached_property

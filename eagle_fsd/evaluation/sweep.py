@@ -104,7 +104,7 @@ def sweep(
 
 
 def slow_methods(plan: TreePlan) -> dict[str, str]:
-    """Return, by name, why methods are not measured that are predicted to be slow at their best."""
+    """Return the methods that are predicted to be too slow to measure, with the reason for each."""
     exact = plan.speed(EXACT.name)
     ratios = {name: plan.speed(name) / exact for name in plan.candidates}
     return {

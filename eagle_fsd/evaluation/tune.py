@@ -285,4 +285,4 @@ def tuned_settings(tuning: Tuning, request: EvaluationRequest) -> dict[str, Any]
         "conclusions": tuning.conclusions(),
         **{name: tuning.about[name] for name in ("about", "environment", "dtype", "device")},
     }
-    return settings_values(model, pair, lossless, request, about)
+    return settings_values(model, pair, lossless, request, about=about)

@@ -107,8 +107,7 @@ def read_prompts(
         raise ValueError(f"input_ids must be a tensor [B, S]; got a {type(input_ids).__name__}")
     if input_ids.ndim != 2 or input_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            "input_ids must be integers (int32 or int64) of shape [B, S]; got"
-            f" {str(input_ids.dtype).removeprefix('torch.')} of shape {tuple(input_ids.shape)}"
+            f"input_ids must be integers (int32 or int64) of shape [B, S]; got {_shown(input_ids)}"
         )
     if attention_mask is not None and not isinstance(attention_mask, Tensor):
         raise ValueError(

@@ -219,7 +219,7 @@ class BeamEngine(Engine):
                 order[target] = order[source]
         beams = sorted((beam for search in live for beam in search.beams), key=attrgetter("row"))
         tokens = [beam.tokens[-len(beam.path) :] for beam in beams]
-        kept = _kept(tree, [beam.path for beam in beams], tokens)
+        kept = _as_verification(tree, [beam.path for beam in beams], tokens)
         commit(self.state, tree, features[order], kept)
         for row, (beam, new) in enumerate(zip(beams, tokens, strict=True)):
             self.rows[row].length += len(new)
@@ -228,7 +228,9 @@ class BeamEngine(Engine):
         return live
 
 
-def _kept(tree: DraftTree, paths: list[list[int]], tokens: list[list[int]]) -> Verification:
+def _as_verification(
+    tree: DraftTree, paths: list[list[int]], tokens: list[list[int]]
+) -> Verification:
     """Describe kept paths, root first, and each row's new tokens as a result of verification."""
     width = tree.max_depth + 1
     origins = [_origins(len(path)) for path in paths]

@@ -168,8 +168,8 @@ def layer_fields(config: PreTrainedConfig, layers: int, dtype: torch.dtype) -> d
 def transformers4_fields(config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return RoPE settings and data type under their names in transformers 4.
 
-    Readers that know only those would otherwise use defaults. Of a RoPE for each layer type, that
-    of full attention is returned.
+    Readers that know only those would otherwise use defaults. If each layer type has a RoPE of its
+    own, the settings for full attention are returned.
     """
     fields: dict[str, Any] = {"torch_dtype": str(dtype).removeprefix("torch.")}
     rope = getattr(config, "rope_parameters", None) or {}

@@ -210,6 +210,7 @@ def read_options(
     fields = {name: given[name] for name in SamplingConfig.model_fields}
     sampling = override(SamplingConfig(), "sampling", given["sampling"], **fields)
     fields = {name: given[name] for name in ("threshold", "min_ratio", "divergence")}
+    # Together with the other options, so that a threshold beside another rule is rejected.
     if isinstance(rule, str) and given["acceptance"] is None:
         fields["rule"] = rule
     acceptance = override(default, "acceptance", given["acceptance"], **fields)

@@ -125,11 +125,27 @@ def train(
     def save(trained: DraftHead) -> None:
         dtype = None if target.dtype == torch.float32 else target.dtype
         save_trained(trained, folder.path, dtype, binary=request.binary)
-        read, step = {**records, **trainer.counts}, trainer.step
-        write_record(folder.path, config.model_dump(), step, read["tokens"], trainer.seconds, read)
+        write_record(
+            folder.path,
+            config.model_dump(),
+            steps=trainer.step,
+            tokens=trainer.counts["tokens"],
+            seconds=trainer.seconds,
+            data={**records, **trainer.counts},
+        )
         write_card(folder.path, folder.metrics(), fingerprint)
 
-    trainer = Trainer(config, target, data, folder, accelerator, on_metrics, head, progress, save)
+    trainer = Trainer(
+        config,
+        target,
+        data,
+        folder,
+        accelerator=accelerator,
+        on_metrics=on_metrics,
+        head=head,
+        progress=progress,
+        on_checkpoint=save,
+    )
     trained = trainer.run()
     if is_main:
         if (summary := describe_losses(trainer.counts)) is not None:

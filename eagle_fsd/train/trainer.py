@@ -316,7 +316,7 @@ class Trainer:
         return total
 
     def _select_draft_vocabulary(self, progress: ProgressFactory) -> Tensor | None:
-        """Return ``[D]`` the tokens that a new head can draft, by frequency; None for all."""
+        """Return the tokens ``[D]`` that a new head drafts, most frequent first; None for all."""
         vocab_size = self.target.vocab_size
         size = self.config.draft_vocab_size
         if size is None:
@@ -326,7 +326,8 @@ class Trainer:
         accelerator = self.accelerator
         own = self.chats[accelerator.process_index :: accelerator.num_processes]
         with progress("counting") as report:
-            counts = count_answer_tokens(self.data, own, vocab_size, self.config.workers, report)
+            workers = self.config.workers
+            counts = count_answer_tokens(self.data, own, vocab_size, workers, progress=report)
         counts = accelerator.reduce(counts.to(accelerator.device), "sum")
         return rank_by_frequency(counts.cpu())[:size]
 

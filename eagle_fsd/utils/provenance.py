@@ -61,13 +61,17 @@ def _cpu_name() -> str:
 def _revision() -> str | None:
     """Return the Git revision of the checkout; None if there is none."""
     try:
-        result = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        # Fails where the package is installed inside another repository, such as in its .venv.
+        _git("ls-files", "--error-unmatch", Path(__file__).name)
+        return _git("describe", "--always", "--dirty", "--abbrev=12")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return result.stdout.strip()
+
+
+def _git(*arguments: str) -> str:
+    """Return the output of a Git command in this package's folder."""
+    folder = Path(__file__).parent
+    command = ["git", *arguments]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=True
+    ).stdout.strip()

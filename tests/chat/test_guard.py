@@ -48,7 +48,7 @@ def call(guard: Guard, method: str = "GET", path: str = "/", **options: Any) -> 
 
 
 def test_names_of_the_server_are_trusted() -> None:
-    """Not those with which a page of another site leads to this machine (DNS rebinding)."""
+    """A page of another site can resolve its own name to this machine (DNS rebinding)."""
     for host in (
         *("localhost", "LOCALHOST:8000", "127.0.0.1:8000", "127.0.0.5", "[::1]:8000", "localhost."),
         *("192.0.2.7:8000", "chat.example:443", socket.gethostname()),

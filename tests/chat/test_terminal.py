@@ -189,7 +189,7 @@ def test_ctrl_c_at_the_prompt_does_not_end_the_chat(model: EagleFSD, talk: Talk)
 def test_ctrl_c_stops_an_answer(
     model: EagleFSD, session: ChatSession, talk: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The question and what there is of the answer stay in the history."""
+    """The question and the answer so far stay in the history."""
     stream, texts = session.stream, [""]
 
     def interrupted(*args: Any) -> Iterator[dict[str, Any]]:

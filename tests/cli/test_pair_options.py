@@ -107,7 +107,7 @@ def test_head_that_fits_is_used_with_the_bundled_target(
 
 
 def test_head_that_does_not_fit_needs_its_target(other_head: Path, chats: Path, run: Run) -> None:
-    """And a target needs its head."""
+    """A target without its head is rejected, too."""
     trains = [(*words, "--out", "out") for words in training(chats)]
     for words in (*DECODING[::3], *trains):
         status, out, err = run(*words, "--drafter", other_head)

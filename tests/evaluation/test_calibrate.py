@@ -228,7 +228,7 @@ def test_the_conclusion_states_the_bounds_and_the_confidence_of_each_test() -> N
     assert "fast was tested before and is not certified: it lost 12 answers and gained 1" in found
     assert "Each of up to 2 tests has a confidence of 97.5%" in found
     found = conclude([fast, lossy], BOUNDS, 2, 9)
-    assert found.startswith("Exact decoding: nothing is certified to lose at most 1 points")
+    assert found.startswith("Exact decoding: nothing is certified to lose at most 1 point")
     bound = points_text(fast.drop / 100)
     assert f"gained 1, so that it loses at most {bound} points; lossy lost 20" in found
     with pytest.raises(ValueError, match="have no score"):

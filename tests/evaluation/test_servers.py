@@ -82,6 +82,7 @@ def test_two_servers_are_compared_and_certified(
     text = (tmp_path / "a" / "report.md").read_text()
     assert "as fast as base" in text or "faster than base" in text
     assert (tmp_path / "a" / "report.html").exists()
+    assert report["figures"] == ["tradeoff.png"]
 
 
 class DyingServer(StubEndpoint):
@@ -100,7 +101,7 @@ class DyingServer(StubEndpoint):
 
 
 def test_a_server_that_dies_loses_nothing(run: Run, tmp_path: Path) -> None:
-    """Complete answers are kept, the others are asked again, elsewhere if need be."""
+    """Complete answers are kept, and the other questions are asked again, also elsewhere."""
     questions = tmp_path / "q.jsonl"
     rows = [{"question": f"say {word}", "answer": f"SAY {word.upper()}"} for word in "abcdefgh"]
     rows.append({"question": "long", "answer": "LONG"})
@@ -133,6 +134,7 @@ def test_invalid_comparisons_are_rejected(run: Run, tmp_path: Path) -> None:
         (("--server", url), "give at least two"),
         (("--server", url, "--server", url), "two servers have the name 'a'"),
         (("--server", url, "--server", "b"), "--server must be NAME=URL; got b"),
+        (("--server", url, "--server", f"hf={server.url}"), "a server cannot be named hf"),
         (("--server", url, "--server", other, "--threshold", "0.1"), "where they start"),
         (("--server", url, "--server", other, "--target", "x"), "target does not affect"),
         (("--certify", tmp_path / "fsd.json"), "--certify requires two servers"),

@@ -288,7 +288,7 @@ def test_trees_follow_the_number_of_rows() -> None:
 
 
 def test_row_of_broken_logits_can_be_used_again() -> None:
-    """No mask hides NaN from the keys and values of the answer before."""
+    """NaN left in the cache by the previous answer is cleared; a mask would let it through."""
     given = aligned_pair()
     check_target(given.target)  # before the weights are broken
     model = copy.deepcopy(given.model)

@@ -133,10 +133,17 @@ def start_child(
 
 @functools.cache
 def check_sandbox() -> None:
-    """Start a process in the sandbox, or raise a SandboxError of one line if it does not work."""
+    """Raise a SandboxError with a one-line message if no process can be started in the sandbox."""
     pipe = subprocess.PIPE
     try:
-        with start_child("answer", (10, 512), True, subprocess.DEVNULL, pipe, pipe) as process:
+        with start_child(
+            "answer",
+            limits=(10, 512),
+            sandboxed=True,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+        ) as process:
             _, errors = process.communicate(timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SandboxError(f"bubblewrap is not available: {one_line(error)}") from error

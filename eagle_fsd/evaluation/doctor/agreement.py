@@ -37,7 +37,7 @@ class Agreement:
         self, drafter: LevelDrafter, target: Target, answers: Sequence[tuple[Tensor, int]]
     ) -> None:
         self.drafter, self.target = drafter, target
-        # The first token that a pair of a feature and the next token predicts is the third one.
+        # A head reads a feature and the token after it, so it predicts the third token first.
         self._sequences = [(ids, max(start, 2)) for ids, start in answers]
         self.truth = torch.cat([ids[start:] for ids, start in self._sequences])
         self.positions = torch.cat(

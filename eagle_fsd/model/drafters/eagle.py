@@ -63,12 +63,13 @@ class EagleHead(DraftHead):
         self.register_buffer("_row_bias", None, persistent=False)
         try:
             self._build(bias, dtype)
-            if self.groups > 1:
-                try:
-                    self._try_layer()
-                except Exception:  # the layer may handle masks itself
-                    self.groups = 1
-            self._try_layer()
+            try:
+                self._try_layer()
+            except Exception:
+                if self.groups == 1:
+                    raise
+                self.groups = 1  # the layer may handle masks itself
+                self._try_layer()
         except Exception as error:
             raise ValueError(
                 f"cannot build an EAGLE head for {config.model_type}: its decoder layers do not"
