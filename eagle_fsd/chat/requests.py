@@ -216,6 +216,8 @@ def read_request(
     if parsed.tools:
         chat_template = _with_tools(chat_template, parsed.tools)
     stop, stop_token_ids = [*parsed.stop], [*parsed.stop_token_ids]
+    # A FastChat template may be made for another vocabulary.
+    template_ends = [token for token in chat_template.stop_token_ids if token <= last_token]
     echo_texts: list[str] = []
     dropped = 0
     try:
@@ -228,7 +230,7 @@ def read_request(
             )
             if not parsed.ignore_eos:
                 stop += chat_template.stop
-                stop_token_ids += chat_template.stop_token_ids
+                stop_token_ids += template_ends
     except ContextLengthError as error:
         raise RequestError(str(error), RequestError.CONTEXT) from error
     except ValueError as error:  # the template rejects the chat, or the target the length
@@ -250,7 +252,7 @@ def read_request(
                 f"the prompt's tokens, multiplied by the log-probabilities for each, must be at"
                 f" most {MAX_PROMPT_LOGPROBS}; got {values}"
             )
-    ends = sorted({*model.eos_token_ids, *chat_template.stop_token_ids})
+    ends = sorted({*model.eos_token_ids, *template_ends})
     options = parsed.model_dump(include=set(AnswerOptions.model_fields))
     return AnswerRequest(
         ids,

@@ -109,11 +109,6 @@ class AnswerRequest:
     dropped: int = 0  #: messages that were dropped to fit the context
     client: str = ""  #: with whom rows are shared
 
-    @property
-    def echo(self) -> str:
-        """The prompt's text, if the answer begins with it, else an empty string."""
-        return "".join(self.echo_texts)
-
 
 class ChatAnswer:
     """An answer in progress: its text, usage and statistics.
