@@ -31,6 +31,7 @@ from eagle_fsd.chat.serve.openai_format import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
+    ResponseBuilder,
 )
 from eagle_fsd.chat.text import Piece
 from eagle_fsd.model.step import TokenDetail
@@ -277,6 +278,18 @@ def test_whole_responses(backend: StandIn) -> None:
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (12, 30)
 
 
+def test_usage_counts_the_prompts_whose_answers_have_begun(backend: StandIn) -> None:
+    """Whichever of their choices came first."""
+    options = {"stream": True, "stream_options": {"include_tokens": True}}
+    request = CompletionRequest(**{**BODY, "prompt": ["a", "b"], "n": 2, **options})
+    tokens: Any = backend.tokens
+    builder = ResponseBuilder(request, 4, tokens)
+    (update,) = updates("a")
+    update.stats["tokens_per_second"] = 1.0
+    found = [builder.chunks(index, update)[0]["usage"]["prompt_tokens"] for index in (1, 2, 3, 0)]
+    assert found == [4, 8, 8, 8]
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_streamed_choices(path: str, backend: StandIn) -> None:
     """Choices arrive in any order; tokens without text come with the next chunk or alone."""
@@ -423,6 +436,7 @@ def test_all_errors_have_openais_format(backend: StandIn) -> None:
     ):
         response = backend.call(path, method=method)
         assert response.status_code == status
+        assert ("allow" in response.headers) == (status == 405)
         assert response.json()["error"]["message"].startswith(f"{method} {path}: ")
     response = backend.call(CHAT, CHAT_BODY, origin="https://evil.example")
     assert response.status_code == 403

@@ -71,6 +71,7 @@ ANSWERS: tuple[tuple[str, str, list[tuple[str, Any]]], ...] = (
     ),
     ("[" * 5000 + "[TOOL_CALLS]" + "[" * 50_000, "[" * 5000 + "[TOOL_CALLS]" + "[" * 50_000, []),
     (f"<tool_call>{ROME[:20]}", f"<tool_call>{ROME[:20]}", []),
+    ("<tool_call></tool_call>[TOOL_CALLS][]", "<tool_call></tool_call>[TOOL_CALLS][]", []),
 )
 
 

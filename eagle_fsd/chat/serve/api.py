@@ -98,10 +98,11 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
 
     @app.exception_handler(HTTPException)
     async def rejected(request: Request, error: HTTPException) -> Response:
-        if not isinstance(error, ApiError):  # from the router
-            message = f"{request.method} {request.url.path}: {error.detail}"
-            error = ApiError(message, error.status_code)
-        return _error_response(error)
+        if isinstance(error, ApiError):
+            return _error_response(error)
+        message = f"{request.method} {request.url.path}: {error.detail}"  # from the router
+        body = ApiError(message, error.status_code).body()
+        return JSONResponse(body, error.status_code, error.headers)
 
     @app.exception_handler(Exception)
     async def failed(_: Request, __: Exception) -> Response:  # the guard logs the exception
@@ -301,7 +302,7 @@ def _event(data: dict[str, Any]) -> bytes:
 
 
 def _error_response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body(), error.status_code, error.headers)
+    return JSONResponse(error.body(), error.status_code)
 
 
 def api_error(message: str, status: int) -> dict[str, Any]:

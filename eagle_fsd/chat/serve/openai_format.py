@@ -547,8 +547,10 @@ class ResponseBuilder:
 
     def _usage(self) -> dict[str, Any]:
         """Return token counts, tau, and tokens by origin; a prompt counts once."""
-        last = [update for update in self._last if update is not None]
-        prompt = sum(update.usage["prompt_tokens"] for update in last[:: self.n])
+        found = [(index, update) for index, update in enumerate(self._last) if update is not None]
+        last = [update for _, update in found]
+        prompts = {index // self.n: update.usage["prompt_tokens"] for index, update in found}
+        prompt = sum(prompts.values())
         tokens = sum(update.usage["completion_tokens"] for update in last)
         names = ("fuzzy_tokens", "exact_tokens", "target_tokens")
         origins = {name: sum(update.stats[name] for update in last) for name in names}

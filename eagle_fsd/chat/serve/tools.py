@@ -175,6 +175,8 @@ class ToolParser:
             value, position = json.JSONDecoder().raw_decode(body)
             values += value if isinstance(value, list) else [value]
             body = body[position:].lstrip("; \t\r\n")  # Llama separates calls by semicolons
+        if not values:
+            raise ValueError("no calls")
         calls = []
         for index, value in enumerate(values, len(self.calls)):
             if not isinstance(value, dict) or str(value.get("name")) not in self._names:
