@@ -1,7 +1,7 @@
 """Generate the answers of the API and the FastChat worker.
 
-:class:`LocalBackend` decodes in this process. All servers use :meth:`LocalBackend.answer`, which
-takes the parameters that :func:`eagle_fsd.chat.requests.read_request` validates.
+Both use :meth:`LocalBackend.answer`, which takes the parameters that
+:func:`eagle_fsd.chat.requests.read_request` validates.
 """
 
 from __future__ import annotations

@@ -75,9 +75,9 @@ class BoundedServer(uvicorn.Server):
     """A server whose connections, log and open files are bounded.
 
     ``on_started`` is called once the port is open. When the server stops, requests in the queue get
-    ``shutdown_timeout`` seconds to end, then they end with an error; after ``on_stop`` is called,
-    open responses get :data:`SHUTDOWN_TIMEOUT` seconds. The server stops by itself if decoding
-    fails repeatedly, and requests end with an error if it stalls.
+    ``shutdown_timeout`` seconds to end, then they end with an error; after that, open responses get
+    :data:`SHUTDOWN_TIMEOUT` seconds. The server stops by itself if decoding fails repeatedly, and
+    requests end with an error if it stalls.
     """
 
     def __init__(
