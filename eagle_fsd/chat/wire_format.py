@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from eagle_fsd.utils.chat_templates import Chat
-
 if TYPE_CHECKING:
     from fastchat.conversation import Conversation
 
@@ -20,15 +18,6 @@ TEMPLATE_NAME = "eagle-fsd"
 ROLE, TEXT, END = "\x01", "\x02", "\x03"
 SYSTEM, USER, ASSISTANT = (f"{ROLE}{name}{TEXT}" for name in ("System", "User", "Assistant"))
 _MARKERS = str.maketrans("", "", ROLE + TEXT + END)
-
-
-def encode_chat(chat: Chat) -> str:
-    """Encode a chat as a prompt that the assistant continues; contents lose their markers."""
-    messages = (
-        f"{ROLE}{message['role'].capitalize()}{TEXT}{strip_markers(message['content'])}{END}"
-        for message in chat
-    )
-    return "".join([*messages, ASSISTANT])
 
 
 def decode_chat(prompt: str) -> list[dict[str, str]] | None:
@@ -54,7 +43,7 @@ def strip_markers(text: str) -> str:
 
 
 def conversation_template() -> Conversation:
-    """Return a FastChat conversation template that encodes chats as :func:`encode_chat` does."""
+    """Return the FastChat conversation template that encodes chats."""
     from fastchat.conversation import Conversation, SeparatorStyle
 
     return Conversation(

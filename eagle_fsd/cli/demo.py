@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Annotated
 
 from eagle_fsd.chat.config import AnswerOptions, Limits
-from eagle_fsd.cli.options import AcceptanceOptions, Pair, PairArguments, Port, TreeOptions
+from eagle_fsd.cli.options import AcceptanceOptions, Pair, PairArguments, TreeOptions
 from eagle_fsd.cli.parsing import options
-from eagle_fsd.cli.serve import GuardedServer, LimitOptions, run_api
+from eagle_fsd.cli.serve import LimitOptions, Port, Server, run_api
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 
 
-class PageServer(GuardedServer):
+class PageServer(Server):
     """Where the web page and the API are served."""
 
     port: Port = 7860

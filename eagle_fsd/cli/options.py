@@ -40,16 +40,6 @@ class Pair(PairOptions, SettingsFile):
     """A target and a drafter, and how to load them."""
 
 
-Port = Annotated[int, Field(ge=1, le=65535, description="Port to listen on.")]
-
-
-class Server(Options):
-    """Where a server listens."""
-
-    host: str = Field("127.0.0.1", description="Interface to listen on; 0.0.0.0 for all.")
-    port: Port = 8000
-
-
 #: Flag to print JSON instead of text.
 Json = Annotated[bool, Parameter(name="--json", help="Print JSON.")]
 Install = Annotated[

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
@@ -20,15 +19,13 @@ from eagle_fsd.cli.options import (
     AcceptanceOptions,
     Pair,
     PairArguments,
-    Port,
-    Server,
     TreeOptions,
     load_chat,
 )
 from eagle_fsd.cli.parsing import Command, options
 from eagle_fsd.cli.processes import check_single_process
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
-from eagle_fsd.utils.options import OptionsError
+from eagle_fsd.utils.options import Options, OptionsError
 
 if TYPE_CHECKING:
     from eagle_fsd.chat.backend import LocalBackend
@@ -45,6 +42,7 @@ EXAMPLES = (
     " How many apples are left in the end?",
 )
 
+Port = Annotated[int, Field(ge=1, le=65535, description="Port to listen on.")]
 LimitOptions = Annotated[Limits, options("Limits")]
 
 
@@ -66,9 +64,11 @@ def _check_url_or_none(url: str, info: ValidationInfo) -> str:
     return url if url == "none" else _check_url(url, info)
 
 
-class GuardedServer(Server):
+class Server(Options):
     """Where a server listens, and under which names clients reach it."""
 
+    host: str = Field("127.0.0.1", description="Interface to listen on; 0.0.0.0 for all.")
+    port: Port = 8000
     names: Annotated[
         tuple[str, ...],
         Field(description="Names of the model for clients, one or several; default: the target's."),
@@ -78,7 +78,6 @@ class GuardedServer(Server):
         description="Further names of this server in the Host header of requests, such as the"
         " name of a reverse proxy.",
     )
-
     allowed_origins: tuple[str, ...] = Field(
         (),
         description="Other sites whose web pages may send requests, such as https://chat.example.",
@@ -90,13 +89,13 @@ class GuardedServer(Server):
     )
 
 
-class APIServer(GuardedServer):
+class APIServer(Server):
     """Where the API listens."""
 
     web: bool = Field(False, description="Also serve the web page, at /.")
 
 
-class WorkerServer(GuardedServer):
+class WorkerServer(Server):
     """Where a worker listens, and how it registers with the controller."""
 
     port: Port = 21002
@@ -128,7 +127,7 @@ def serve(
 
 
 def run_api(
-    server: GuardedServer,
+    server: Server,
     pair: Pair,
     tree: TreeConfig,
     acceptance: AcceptanceConfig,
@@ -152,7 +151,8 @@ def run_api(
     backend = LocalBackend(model, chat_template, limits, names[0], metrics)
     app = api_app(backend, names, metrics)
     if answers is not None:
-        add_page(app, page_settings(backend.about, answers, examples_for(names[0])))
+        examples = EXAMPLES if names[0] == BUNDLED_NAME else ()
+        add_page(app, page_settings(backend.about, answers, examples))
     try:
         run_server(
             Guard(app, access, limits.max_body, api_error),
@@ -199,13 +199,13 @@ def worker(
         model,
         chat_template,
         limits,
-        server.host,
-        server.port,
-        None if server.controller == "none" else server.controller,
-        server.address or local_url(server),
-        server.names or [model_name(pair.target)],
-        access,
-        server.shutdown_timeout,
+        host=server.host,
+        port=server.port,
+        controller=None if server.controller == "none" else server.controller,
+        address=server.address or local_url(server),
+        names=server.names or [model_name(pair.target)],
+        access=access,
+        shutdown_timeout=server.shutdown_timeout,
     )
 
 
@@ -214,18 +214,13 @@ def model_name(target: str | None) -> str:
     return Path(os.path.abspath(target)).name if target else BUNDLED_NAME
 
 
-def examples_for(name: str) -> Sequence[str]:
-    """Return example questions for a model; only the bundled one has any."""
-    return EXAMPLES if name == BUNDLED_NAME else ()
-
-
 def local_url(server: Server) -> str:
     """Return the URL at which this machine reaches a server."""
     host = EVERY_INTERFACE.get(server.host, server.host)
     return f"http://[{host}]:{server.port}" if ":" in host else f"http://{host}:{server.port}"
 
 
-def _access(server: GuardedServer, *names: str, page: bool = False) -> Access:
+def _access(server: Server, *names: str, page: bool = False) -> Access:
     """Return who may use a server; beyond this machine only clients with a key."""
     keys = api_keys()
     if not keys and server.host not in LOOPBACK:

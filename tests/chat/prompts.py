@@ -10,11 +10,11 @@ from eagle_fsd import EagleFSD
 from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.requests import read_request
 from eagle_fsd.chat.session import AnswerRequest
-from eagle_fsd.chat.wire_format import encode_chat
+from eagle_fsd.chat.wire_format import ASSISTANT, END, USER
 from eagle_fsd.utils.chat_templates import Chat, encode_prompt, load_chat_template
 
 HELLO: Chat = [{"role": "user", "content": "Hello!"}]
-ENCODED_HELLO = encode_chat(HELLO)
+ENCODED_HELLO = f"{USER}Hello!{END}{ASSISTANT}"
 #: Parameters of a request: greedy and lossless.
 OPTIONS = {"temperature": 0, "max_new_tokens": 64, "fsd": {"threshold": 0}}
 GREEDY = {"messages": HELLO, **OPTIONS}

@@ -22,9 +22,9 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The arguments of the servers that would run; they print their addresses."""
-    calls: list[tuple[Any, ...]] = []
+    calls: list[Any] = []
 
     def run_server(*arguments: Any, on_started: Callable[[], None], **_: Any) -> None:
         calls.append(arguments)
@@ -33,7 +33,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.delenv("EAGLE_FSD_API_KEYS", raising=False)
     monkeypatch.setattr(connections, "check_port", lambda *_: None)
     monkeypatch.setattr(connections, "run_server", run_server)
-    monkeypatch.setattr(worker, "run_worker", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(worker, "run_worker", lambda *_, **options: calls.append(options))
     return calls
 
 
@@ -75,9 +75,9 @@ def test_urls_and_keys_of_a_worker(
     ):
         status, _, errors = run("serve", "worker", *options)
         assert status == 0, errors
-        arguments = started.pop()
-        assert arguments[5:7] == (controller, address)
-        assert arguments[-2].keys == (KEY,)
+        found = started.pop()
+        assert (found["controller"], found["address"]) == (controller, address)
+        assert found["access"].keys == (KEY,)
     assert worker.with_key("http://c:2", "a/b") == "http://eagle-fsd:a%2Fb@c:2"
 
 

@@ -13,7 +13,7 @@ from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_EAGLE3
 from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.serve.guard import Guard
 from eagle_fsd.chat.serve.worker import FSDWorker, worker_app
-from eagle_fsd.chat.wire_format import encode_chat
+from eagle_fsd.chat.wire_format import ASSISTANT, END, USER
 from eagle_fsd.evaluation import tune as tune_module
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, GridConfig
 from eagle_fsd.evaluation.search import prediction, search
@@ -84,7 +84,8 @@ def test_worker_with_another_drafter(drafter: str, model: EagleFSD) -> None:
     plain = model.generate(ids, max_new_tokens=64, method="ar").sequences[0, ids.shape[1] :]
     pair = EagleFSD.from_pretrained(drafter=drafter)
     worker = FSDWorker(pair, template, Limits(max_batch=2), None, NOWHERE, ["pair"])
-    parameters = {"prompt": encode_chat(CHAT), "temperature": 0, "max_new_tokens": 64}
+    prompt = f"{USER}{CHAT[0]['content']}{END}{ASSISTANT}"
+    parameters = {"prompt": prompt, "temperature": 0, "max_new_tokens": 64}
     try:
         with TestClient(Guard(worker_app(worker)), "http://localhost") as client:
 

@@ -35,7 +35,7 @@ from eagle_fsd.chat.request_body import RequestError, read_json, shorten
 from eagle_fsd.chat.serve.api import CLIENT_CLOSED_REQUEST, add_status_routes
 from eagle_fsd.chat.serve.asgi import ClosingStream, until_disconnected
 from eagle_fsd.chat.serve.connections import run_server
-from eagle_fsd.chat.serve.guard import ANYONE, Access, Guard
+from eagle_fsd.chat.serve.guard import Access, Guard
 from eagle_fsd.chat.serve.metrics import ServerMetrics
 from eagle_fsd.chat.serve.openai_format import base64_vector, completion_logprobs
 from eagle_fsd.chat.wire_format import conversation_template, decode_chat
@@ -296,13 +296,14 @@ def run_worker(
     model: EagleFSD,
     chat_template: ChatTemplate,
     limits: Limits,
+    *,
     host: str,
     port: int,
     controller: str | None,
     address: str,
     names: Sequence[str],
-    access: Access = ANYONE,
-    shutdown_timeout: float = 0.0,
+    access: Access,
+    shutdown_timeout: float,
 ) -> None:
     """Serve a pair as a FastChat worker until SIGINT or SIGTERM; see :class:`FSDWorker`.
 
