@@ -205,19 +205,16 @@ def read_request(
         raise RequestError(
             f"min_tokens must be at most max_new_tokens, {max_new_tokens}; got {parsed.min_tokens}"
         )
-    last_token = model.target.vocab_size - 1
-    if not all(abs(bias) <= MAX_BIAS for bias in parsed.logit_bias.values()):
-        raise RequestError(f"logit_bias must have values in [-{MAX_BIAS}, {MAX_BIAS}]")
-    for name in ("prompt_token_ids", "stop_token_ids", "logit_bias"):
-        if not all(0 <= token <= last_token for token in getattr(parsed, name) or ()):
-            raise RequestError(f"{name} must be token ids in [0, {last_token}]")
+    _check_tokens(parsed, model.target.vocab_size)
     if parsed.chat_template_kwargs:
         chat_template = _with_arguments(chat_template, parsed.chat_template_kwargs)
     if parsed.tools:
         chat_template = _with_tools(chat_template, parsed.tools)
     stop, stop_token_ids = [*parsed.stop], [*parsed.stop_token_ids]
     # A FastChat template may be made for another vocabulary.
-    template_ends = [token for token in chat_template.stop_token_ids if token <= last_token]
+    template_ends = [
+        token for token in chat_template.stop_token_ids if token < model.target.vocab_size
+    ]
     echo_texts: list[str] = []
     dropped = 0
     try:
@@ -237,21 +234,10 @@ def read_request(
         raise RequestError(str(error), RequestError.INVALID) from error
     if not ids.shape[1]:
         raise RequestError("the prompt has no tokens", RequestError.INVALID)
-    context = model.target.context_length
-    fits = parsed.truncation == "auto" or ids.shape[1] + max_new_tokens <= context
-    if strict and not fits:
-        raise RequestError(
-            f"max_new_tokens must be at most {context - ids.shape[1]} after a prompt of"
-            f" {ids.shape[1]} tokens; got {max_new_tokens}: the context has {context} tokens",
-            RequestError.CONTEXT,
-        )
+    if strict and parsed.truncation == "disabled":
+        _check_room(ids.shape[1], max_new_tokens, model.target.context_length)
     if parsed.echo and parsed.logprobs is not None:
-        values = ids.shape[1] * (1 + parsed.logprobs)
-        if values > MAX_PROMPT_LOGPROBS:
-            raise RequestError(
-                f"the prompt's tokens, multiplied by the log-probabilities for each, must be at"
-                f" most {MAX_PROMPT_LOGPROBS}; got {values}"
-            )
+        _check_prompt_logprobs(ids.shape[1] * (1 + parsed.logprobs))
     ends = sorted({*model.eos_token_ids, *template_ends})
     options = parsed.model_dump(include=set(AnswerOptions.model_fields))
     return AnswerRequest(
@@ -269,6 +255,34 @@ def read_request(
         prompt_only=not max_new_tokens,
         dropped=dropped,
     )
+
+
+def _check_tokens(parsed: RequestParams, vocab_size: int) -> None:
+    """Raise RequestError if token ids or their biases are out of range."""
+    if not all(abs(bias) <= MAX_BIAS for bias in parsed.logit_bias.values()):
+        raise RequestError(f"logit_bias must have values in [-{MAX_BIAS}, {MAX_BIAS}]")
+    for name in ("prompt_token_ids", "stop_token_ids", "logit_bias"):
+        if not all(0 <= token < vocab_size for token in getattr(parsed, name) or ()):
+            raise RequestError(f"{name} must be token ids in [0, {vocab_size - 1}]")
+
+
+def _check_room(prompt_tokens: int, max_new_tokens: int, context: int) -> None:
+    """Raise RequestError if the context has no room for the longest answer."""
+    if prompt_tokens + max_new_tokens > context:
+        raise RequestError(
+            f"max_new_tokens must be at most {context - prompt_tokens} after a prompt of"
+            f" {prompt_tokens} tokens; got {max_new_tokens}: the context has {context} tokens",
+            RequestError.CONTEXT,
+        )
+
+
+def _check_prompt_logprobs(values: int) -> None:
+    """Raise RequestError if a prompt would get too many log-probabilities."""
+    if values > MAX_PROMPT_LOGPROBS:
+        raise RequestError(
+            f"the prompt's tokens, multiplied by the log-probabilities for each, must be at"
+            f" most {MAX_PROMPT_LOGPROBS}; got {values}"
+        )
 
 
 def _read_grammar(parsed: RequestParams, model: EagleFSD, ends: Sequence[int]) -> Grammar | None:

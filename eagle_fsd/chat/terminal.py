@@ -137,9 +137,7 @@ class ChatSession:
         if value:
             try:
                 given = type(config).model_validate({name: value})
-                config = config.updated(
-                    **{field: getattr(given, field) for field in given.model_fields_set}
-                )
+                config = config.updated(**{name: getattr(given, name)})
             except ValidationError as error:
                 return validation_message(error, type(config))
             except OptionsError as error:
