@@ -15,9 +15,9 @@ import httpx
 import pytest
 from api_servers import ServerThread
 from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from eagle_fsd.chat.serve import connections
-from eagle_fsd.chat.serve.asgi import Message, Receive, Send
 from eagle_fsd.chat.serve.connections import limit_logging
 from eagle_fsd.chat.serve.guard import Guard
 
@@ -27,7 +27,7 @@ BODY = HEAD + b"Content-Length: 9\r\n\r\n"
 HEAD_TIMEOUT = 0.5
 
 
-async def answer(scope: Message, receive: Receive, send: Send) -> None:
+async def answer(scope: Scope, receive: Receive, send: Send) -> None:
     await JSONResponse({"path": scope["path"]})(scope, receive, send)
 
 

@@ -12,9 +12,9 @@ import httpx
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from eagle_fsd.chat import request_body
-from eagle_fsd.chat.serve.asgi import Message, Receive, Send
 from eagle_fsd.chat.serve.guard import Access, Guard, api_keys
 
 KEY = "0123456789abcdef"
@@ -23,7 +23,7 @@ JSON = {"content-type": "application/json"}
 SERVER = ("192.0.2.7", 8000)
 
 
-async def echo(scope: Message, receive: Receive, send: Send) -> None:
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with the request's path and client, and the body of a POST request."""
     if scope["path"] == "/fail":
         raise RuntimeError("/home/somebody/secret.py")
@@ -36,7 +36,7 @@ async def echo(scope: Message, receive: Receive, send: Send) -> None:
 def call(guard: Guard, method: str = "GET", path: str = "/", **options: Any) -> httpx.Response:
     """Send a request to a guard as if the connection was made to SERVER."""
 
-    async def app(scope: Message, receive: Receive, send: Send) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await guard({**scope, "server": SERVER}, receive, send)
 
     async def request() -> httpx.Response:

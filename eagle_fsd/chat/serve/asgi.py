@@ -1,27 +1,16 @@
-"""Types and helpers for ASGI applications."""
+"""Helpers for ASGI applications: streams that close, bodies that were read, disconnects."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Mapping,
-    MutableMapping,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
 Result = TypeVar("Result")
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class ClosingStream(StreamingResponse):
@@ -41,7 +30,7 @@ class ClosingStream(StreamingResponse):
         super().__init__(self._parts(), headers=headers, media_type=media_type)
         self.source, self.first = source, first
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the body; see the ASGI specification for the arguments."""
         async with aclosing(self.source):
             await super().__call__(scope, receive, send)

@@ -27,9 +27,10 @@ from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eagle_fsd.chat.request_body import BodyTimeoutError, BodyTooLargeError, read_body
-from eagle_fsd.chat.serve.asgi import App, Message, Receive, Send, replay_body
+from eagle_fsd.chat.serve.asgi import replay_body
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class Guard:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         access: Access = ANYONE,
         max_body: int = 1 << 20,
         error_body: Callable[[str, int], dict[str, Any]] = _detail,
@@ -103,7 +104,7 @@ class Guard:
         self.app, self.access, self.max_body = app, access, max_body
         self.error_body = error_body
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a connection; see the ASGI specification for the arguments."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
@@ -142,7 +143,7 @@ class Guard:
                 body = self.error_body("the request failed", 500)
                 await JSONResponse(body, 500)(scope, receive, tracked_send)
 
-    def _check(self, scope: Message) -> str:
+    def _check(self, scope: Scope) -> str:
         """Return the client; raise RefusedError unless the request's head is acceptable."""
         headers = dict(scope["headers"])
         if len(headers) < len(scope["headers"]) and _is_ambiguous(scope["headers"]):
@@ -169,11 +170,11 @@ class Guard:
         address = scope.get("client")
         return key or (address[0] if address else "")
 
-    def _allows_origin(self, scope: Message) -> bool:
+    def _allows_origin(self, scope: Scope) -> bool:
         origin = dict(scope["headers"]).get(b"origin", b"").decode("latin-1")
         return origin in self.access.origins
 
-    def _response_headers(self, scope: Message) -> list[tuple[bytes, bytes]]:
+    def _response_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         """Return the identifier of a request, its own if it is usable, and what browsers need."""
         given = dict(scope["headers"]).get(b"x-request-id", b"")
         identifier = given if _REQUEST_ID.fullmatch(given) else token_hex(16).encode()
@@ -212,7 +213,7 @@ class Guard:
         matches = [key for key in self.access.keys if hmac.compare_digest(value, key.encode())]
         return matches[0] if matches else None
 
-    async def _read(self, scope: Message, receive: Receive) -> Receive:
+    async def _read(self, scope: Scope, receive: Receive) -> Receive:
         """Read the body within its bounds; return the ``receive`` that delivers it."""
         headers = dict(scope["headers"])
         if not _has_body(headers):

@@ -128,8 +128,6 @@ Prompts = Annotated[
         _to_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]
     ),
 ]
-#: Types of parameters that are not supported.
-EmptyList = Annotated[list[Any], Field(default_factory=list, max_length=0)]
 
 
 class Message(Body):
@@ -141,7 +139,7 @@ class Message(Body):
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] = Field(default=[])
     tool_call_id: str | None = None
-    annotations: EmptyList
+    annotations: list[Any] = Field(default=[], max_length=0)
 
     @model_validator(mode="before")
     @classmethod
