@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from eagle_fsd.chat.serve import connections
-from eagle_fsd.chat.serve.connections import limit_logging
+from eagle_fsd.chat.serve.connections import limit_logging, run_server
 from eagle_fsd.chat.serve.guard import Guard
 
 HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -52,6 +52,15 @@ def seconds_until_closed(connection: socket.socket, trickle: bytes) -> float:
                 if not connection.recv(1000):
                     break
     return time.monotonic() - begin
+
+
+def test_port_that_another_process_took_is_an_error(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as while the model was loaded."""
+    monkeypatch.setattr(connections, "limit_logging", lambda: None)
+    with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}; is the port in use"):
+        run_server(Guard(answer), "127.0.0.1", port)
 
 
 def test_connections_without_a_request_are_closed(port: int) -> None:

@@ -54,9 +54,10 @@ def run_server(
     """
     limit_logging()
     server = BoundedServer(app, host, port, queue, shutdown_timeout, on_started)
-    server.run()
-    if not server.started:
-        raise OSError(f"cannot listen on {host}:{port}; is the port in use?")
+    try:
+        server.run()
+    except SystemExit as error:  # uvicorn exits if it cannot listen
+        raise OSError(f"cannot listen on {host}:{port}; is the port in use?") from error
     if queue is not None and queue.failed:
         raise OSError("decoding failed several times in a row; see the messages above")
 
