@@ -98,7 +98,8 @@ class ProgressBar:
             self.bar.update(self._task, completed=done, total=total, note=note)
         elif total and done * 10 // total != self._tenths:
             self._tenths = done * 10 // total
-            err.print(f"{self.label}: {done} of {total}{', ' + note if note else ''}")
+            line = f"{self.label}: {done} of {total}"
+            err.print(f"{line}, {note}" if note else line, soft_wrap=True)
 
     def _show(self) -> None:
         """Start the bar if standard error is a terminal."""

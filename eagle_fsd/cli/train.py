@@ -188,8 +188,8 @@ class WritingProgress:
             self.bar(self._done, self._total, ", ".join(notes))
         if not err.is_terminal and now - self._printed >= LINE_INTERVAL:
             self._printed = now
-            line = f"{self.bar.label}: {self._done} of {self._total}, {', '.join(notes)}"
-            err.print(line, soft_wrap=True)
+            count = f"{self.bar.label}: {self._done} of {self._total}"
+            err.print(", ".join([count, *notes]), soft_wrap=True)
 
 
 class TrainingProgress:
