@@ -31,9 +31,9 @@ from eagle_fsd.utils.text import one_line
 
 log = logging.getLogger(__name__)
 
-#: After how many failures in a row requests are refused.
+#: Number of failures in a row after which requests are refused.
 MAX_FAILURES = 3
-#: Why requests are refused.
+#: Error message for requests after that, or while decoding has stalled.
 STOPPED = "decoding has stopped; the server's log says why"
 Outcome = Literal["ended", "cancelled", "failed", "refused", "queue_full"]
 #: Work for the decoding thread; its argument returns whether the call was cancelled.
@@ -63,13 +63,13 @@ class DecodeObserver:
     """
 
     def request_started(self, waited: float) -> None:
-        """Called when a request is taken from the queue, after so many seconds."""
+        """Called when a request that ``waited`` seconds is taken from the queue."""
 
     def answer_began(self, seconds: float) -> None:
-        """Called at the first tokens of an answer, so many seconds after its submission."""
+        """Called at the first tokens of an answer, ``seconds`` after its submission."""
 
     def step_finished(self, seconds: float, rows: int, tokens: int) -> None:
-        """Called after a decoding step, with its rows and the tokens that it emitted in all."""
+        """Called after a decoding step, with its rows and the number of tokens that it emitted."""
 
     def request_finished(
         self, outcome: Outcome, stats: Mapping[str, Any], seconds_per_token: float | None = None
@@ -97,7 +97,7 @@ class JobUpdate:
         return "".join(piece.text for piece in self.pieces)
 
     def parts(self, size: int) -> Iterator[JobUpdate]:
-        """Split an update into some of at most ``size`` pieces; the last has the finish reason."""
+        """Split into updates of at most ``size`` pieces; only the last has the finish reason."""
         for start in range(0, max(1, len(self.pieces)), size):
             end = start + size
             reason = self.finish_reason if end >= len(self.pieces) else None
@@ -244,7 +244,7 @@ class DecodeQueue:
 
     @property
     def failed(self) -> bool:
-        """Whether so many steps in a row have failed that others would, too."""
+        """Whether decoding has failed too often in a row to accept further requests."""
         return self._failures >= MAX_FAILURES
 
     @property

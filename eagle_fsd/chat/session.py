@@ -97,17 +97,17 @@ class AnswerRequest:
     acceptance: AcceptanceConfig | None = None  #: default: the model's
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()  #: beside the target's end-of-sequence tokens
-    ignore_eos: bool = False  #: whether those do not end the answer
+    ignore_eos: bool = False  #: whether end-of-sequence tokens do not end the answer
     min_tokens: int = 0  #: before a token may end the answer
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    grammar: LogitsProcessor | None = None  #: what the answer is constrained to
+    grammar: LogitsProcessor | None = None  #: masks tokens that violate a JSON schema
     #: Alternatives to report with each token's log-probability; None: report neither.
     details: int | None = None
     method: str = "fsd"  #: or ``"ar"``, without the drafter
     echo_texts: Sequence[str] = ()  #: of each prompt token, if the answer begins with the prompt
-    prompt_only: bool = False  #: whether nothing is generated
+    prompt_only: bool = False  #: whether the prompt is echoed and nothing generated
     dropped: int = 0  #: messages that were dropped to fit the context
-    client: str = ""  #: with whom rows are shared
+    client: str = ""  #: owner of a key, or an address; clients share the rows of a batch
 
 
 class ChatAnswer:

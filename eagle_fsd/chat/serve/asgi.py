@@ -17,7 +17,7 @@ class ClosingStream(StreamingResponse):
     """A streamed response whose source is closed when the client disconnects.
 
     Otherwise a source that waits for its output to be sent would be closed by the garbage
-    collector, and go on working until then. ``first`` is sent before what the source yields.
+    collector, and keep working until then. ``first`` is sent before what the source yields.
     """
 
     def __init__(

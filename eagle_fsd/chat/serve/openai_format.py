@@ -220,7 +220,7 @@ class GenerationRequest(AnswerOptions, Body):
         default=[], description="Tokens that end the answer."
     )
     ignore_eos: bool = Field(default=False, description="Continue after end-of-sequence tokens.")
-    min_tokens: int = Field(default=0, ge=0, description="Number of tokens before any may end it.")
+    min_tokens: int = Field(default=0, ge=0, description="Minimum number of tokens.")
     fsd: dict[str, Any] = Field(default={}, description="Acceptance options.")
     lossless: bool = Field(default=False, description="Decode losslessly.")
     method: Literal["fsd", "ar"] = Field(
@@ -245,7 +245,7 @@ class GenerationRequest(AnswerOptions, Body):
         return requests
 
     def decodes_as(self, certificate: Certificate) -> bool:
-        """Whether answers are sampled as those that the certificate counts."""
+        """Whether answers are sampled like those that the certificate was measured on."""
         fields = type(self).model_fields
         same = all(getattr(self, name) == fields[name].default for name in _SHAPING)
         return same and self.temperature == certificate.temperature

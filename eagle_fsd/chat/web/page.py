@@ -15,7 +15,7 @@ from eagle_fsd.chat.config import AnswerOptions
 from eagle_fsd.chat.serve.guard import PAGE_ROUTES
 from eagle_fsd.utils.options import Options, OptionsError
 
-#: Upper end of the temperature slider, as of the API.
+#: Maximum of the temperature slider, as in the API.
 MAX_TEMPERATURE = 2.0
 #: Acceptance options with a control on the page.
 ACCEPTANCE_CONTROLS = ("threshold", "divergence", "min_ratio")
@@ -27,7 +27,7 @@ CONTROLS: dict[str, tuple[str, float | None]] = {
     "temperature": ("Temperature", 0.05),
     "max_new_tokens": ("Max new tokens", 1),
 }
-#: What descriptions of options leave to their documentation.
+#: Explanations that controls add to the descriptions of options.
 EXPLANATIONS = {
     "divergence": "js: Jensen-Shannon, kl: Kullback-Leibler, tv: total variation.",
 }
