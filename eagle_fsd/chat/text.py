@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.model.step import TokenDetail
 from eagle_fsd.model.verify import Origin
-from eagle_fsd.utils.detokenization import IncrementalDetokenizer
+from eagle_fsd.utils.detokenization import IncrementalDetokenizer, fast_backend
 
 MAX_CACHED_TOKENS = 1 << 16
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
@@ -36,7 +36,7 @@ class Piece:
 
 
 class TokenDecoder:
-    """Decodes single tokens.
+    """Decodes single tokens of a fast tokenizer; raises ValueError for others.
 
     A token of a byte-level vocabulary, or of byte fallback, may be a part of a character. Spaces at
     the beginning of a token are kept, even where a tokenizer drops the first one of a text.
@@ -45,7 +45,8 @@ class TokenDecoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._added = tokenizer.added_tokens_decoder
-        self._byte_level = b'"ByteLevel"' in tokenizer.backend_tokenizer.decoder.__getstate__()
+        decoder = fast_backend(tokenizer).decoder  # None if tokens are joined by spaces
+        self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
         self.bytes = lru_cache(MAX_CACHED_TOKENS)(self._bytes)
         self.text = lru_cache(MAX_CACHED_TOKENS)(self._text)
 

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
+
+
+def fast_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """Return the Rust object behind a fast tokenizer; raises ValueError for other tokenizers."""
+    if not tokenizer.is_fast:
+        raise ValueError(f"streaming needs a fast tokenizer; {type(tokenizer).__name__} is not one")
+    backend: Tokenizer = tokenizer.backend_tokenizer
+    return backend
 
 
 class IncrementalDetokenizer:
@@ -14,11 +23,7 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        if not tokenizer.is_fast:
-            raise ValueError(
-                f"streaming needs a fast tokenizer; {type(tokenizer).__name__} is not one"
-            )
-        self._tokenizer = tokenizer.backend_tokenizer
+        self._tokenizer = fast_backend(tokenizer)
         self._stream = DecodeStream(skip_special_tokens=True)
         self._pending: list[int] = []  # tokens since the last returned text
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from eagle_fsd.bundled import BUNDLED_TARGET
 from eagle_fsd.chat.text import Piece, TextStream, TokenDecoder
@@ -46,6 +53,17 @@ def test_bytes_of_tokens_add_up_to_the_text() -> None:
     assert not any("\ufffd" in part for part in streamed)
     assert streamed.count("") >= 5
     assert not stopped
+
+
+def test_tokenizers_without_a_decoder_and_slow_ones() -> None:
+    """The first are supported; the others are an error, not a crash of the server."""
+    words = Tokenizer(WordLevel({"apples": 0}, unk_token="apples"))
+    decoder = TokenDecoder(PreTrainedTokenizerFast(tokenizer_object=words))
+    assert (decoder.text(0), decoder.bytes(0)) == ("apples", b"apples")
+    slow: Any = SimpleNamespace(is_fast=False, added_tokens_decoder={})
+    for make in (TokenDecoder, TextStream):
+        with pytest.raises(ValueError, match="streaming needs a fast tokenizer"):
+            make(slow)
 
 
 def test_text_ends_before_stop_strings() -> None:
