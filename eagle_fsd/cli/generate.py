@@ -76,6 +76,8 @@ def generate(
         )
     if speedup and (plain or as_json or config.num_beams > 1):
         raise OptionsError("--speedup excludes --plain, --json and --num-beams")
+    if stdin and prompt:
+        raise OptionsError("PROMPT and - exclude each other")
     with joined(pair.device) as is_first:
         text = read_prompt(is_first) if stdin else prompt
         if not text.strip():

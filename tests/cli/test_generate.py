@@ -53,6 +53,7 @@ def test_prompts(run: Run, model: EagleFSD, monkeypatch: pytest.MonkeyPatch) -> 
     assert generated(run, *options, "-")["tokens"] == expected["tokens"]
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
     assert run("generate", "-")[0] == 2
+    assert "PROMPT and - exclude each other" in run("generate", QUESTION, "-")[2]
     ids = model.tokenizer("Mia has", return_tensors="pt").input_ids
     continued = model.generate(ids, max_new_tokens=5, threshold=0.0).sequences[0, ids.shape[1] :]
     assert generated(run, "--raw", *options, "Mia has")["tokens"] == continued.tolist()
