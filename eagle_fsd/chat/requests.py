@@ -243,9 +243,9 @@ def read_request(
     return AnswerRequest(
         ids,
         AnswerOptions.from_dict({**options, "max_new_tokens": max(1, max_new_tokens)}),
-        acceptance,
-        stop,
-        stop_token_ids,
+        acceptance=acceptance,
+        stop=stop,
+        stop_token_ids=stop_token_ids,
         ignore_eos=parsed.ignore_eos,
         min_tokens=parsed.min_tokens,
         logit_bias=parsed.logit_bias,

@@ -56,4 +56,4 @@ def chat(
     model, chat_template = load_chat(pair, tree, acceptance)
     name = pair.target or BUNDLED_NAME
     session = ChatSession(model, chat_template, answers, name, show_origins)
-    run_chat(session, style, system, history, multiline, mouse)
+    run_chat(session, style, system=system, history=history, multiline=multiline, mouse=mouse)

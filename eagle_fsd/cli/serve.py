@@ -158,8 +158,8 @@ def run_api(
             Guard(app, access, limits.max_body, api_error),
             server.host,
             server.port,
-            backend.queue,
-            server.shutdown_timeout,
+            queue=backend.queue,
+            shutdown_timeout=server.shutdown_timeout,
             on_started=lambda: _print_addresses(local_url(server), backend, access.page),
         )
     finally:

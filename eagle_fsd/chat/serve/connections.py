@@ -53,7 +53,14 @@ def run_server(
     Raises OSError if the address is invalid, the port is in use, or decoding fails repeatedly.
     """
     limit_logging()
-    server = BoundedServer(app, host, port, queue, shutdown_timeout, on_started)
+    server = BoundedServer(
+        app,
+        host,
+        port,
+        queue=queue,
+        shutdown_timeout=shutdown_timeout,
+        on_started=on_started,
+    )
     try:
         server.run()
     except SystemExit as error:  # uvicorn exits if it cannot listen

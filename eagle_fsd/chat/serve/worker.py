@@ -320,7 +320,14 @@ def run_worker(
     try:
         app = Guard(worker_app(worker), access, limits.max_body, error_body=worker_error)
         on_started = register if controller else lambda: None
-        run_server(app, host, port, worker.queue, shutdown_timeout, on_started)
+        run_server(
+            app,
+            host,
+            port,
+            queue=worker.queue,
+            shutdown_timeout=shutdown_timeout,
+            on_started=on_started,
+        )
     finally:
         worker.backend.close()
 
