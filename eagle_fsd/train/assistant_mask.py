@@ -99,15 +99,19 @@ def _find_rewritten_turn(
 ) -> tuple[int, int]:
     """Locate a turn that the template formats differently if other turns follow.
 
-    It is searched for between the text of the earlier turns and the next turn's content.
+    It is searched for between the text of the earlier turns and the next user or system message,
+    which is located from the end, because the turn may contain the same words.
     """
     content = chat[index]["content"].strip()
     before = chat_template.render(chat[:index])
     pairs = enumerate(zip(text, before, strict=False))
     begin = next((at for at, (a, b) in pairs if a != b), min(len(text), len(before)))
-    following = [message["content"] for message in chat[index + 1 :] if message["content"]]
-    limit = text.find(following[0], begin) if following else len(text)
-    start = text.find(content, begin, limit if limit >= 0 else len(text))
+    limit = len(text)
+    for message in reversed(chat[index + 1 :]):
+        if message["role"] in ("user", "system"):
+            found = text.rfind(message["content"], begin, limit)
+            limit = limit if found < 0 else found
+    start = text.find(content, begin, limit)
     if not content or start < 0:
         raise ValueError(f"turn {index + 1} cannot be located in the formatted chat")
     end = start + len(content)
