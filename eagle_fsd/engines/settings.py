@@ -50,8 +50,10 @@ def find_settings(config: Any) -> Settings | None:
         if isinstance(given, str):
             path = Path(given).expanduser()
             settings = read_settings(path / SETTINGS_FILE if path.is_dir() else path)
-        else:
+        elif isinstance(given, Mapping):
             settings = Settings.from_dict(given)
+        else:
+            raise ValueError(f"neither a path nor an object; got {given!r}")
     except (OSError, ValueError) as error:
         raise OptionsError(f"settings for eagle_fsd: {error}") from error
     check_supported(settings)
