@@ -57,6 +57,7 @@ def test_invalid_values_are_reported_with_what_is_accepted(tmp_path: Path) -> No
         ("lr", float("nan"), "a number in [0, 1]"),
         ("lr", "fast", "a number in [0, 1]"),
         ("beta2", 1.0, "a number in [0, "),
+        ("clip", 0.0, "a number above 0"),
         ("divergence_loss", "hellinger", ", ".join(get_args(DivergenceLoss))),
         ("bias", 1, "true or false"),
     ):
@@ -67,6 +68,8 @@ def test_invalid_values_are_reported_with_what_is_accepted(tmp_path: Path) -> No
             TrainRequest(out=tmp_path, **sources)
     with pytest.raises(ValueError, match="--regenerate requires --data"):
         TrainRequest(out=tmp_path, features=tmp_path, regenerate=True)
+    with pytest.raises(ValueError, match="--resume and --overwrite exclude each other"):
+        TrainRequest(out=tmp_path, data=tmp_path, resume=True, overwrite=True)
     with pytest.raises(ValueError, match="data must be an existing path; got missing"):
         TrainRequest(out=tmp_path, data="missing")
 
