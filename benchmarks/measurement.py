@@ -75,12 +75,19 @@ def new_parser(description: str, compiles: bool = True) -> argparse.ArgumentPars
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, **fixed: object
+) -> argparse.Namespace:
     """Parse options, set the number of threads, and silence transformers.
 
-    Returns the options; ``dtype`` is a ``torch.dtype``.
+    ``fixed`` are the values of options that a script has no choice of. Returns the options;
+    ``dtype`` is a ``torch.dtype``.
     """
+    parser.set_defaults(**fixed)
     options = parser.parse_args(arguments)
+    for name, value in fixed.items():
+        if getattr(options, name) != value:
+            parser.error(f"--{name} must be {value}; got {getattr(options, name)}")
     name = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
     options.dtype = getattr(torch, name, None)
     if not isinstance(options.dtype, torch.dtype):

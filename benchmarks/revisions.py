@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--stories-out", type=Path, default=Path("runs/stories"), help="folder of its head"
     )
-    options = parse(parser, arguments)
+    options = parse(parser, arguments, device="cpu", dtype="float32", threads=1)
     count, new_tokens = (2, 16) if options.quick else (options.count, 192)
     first = 1 if options.quick else None
     trees = options.tree or list(map(parse_tree, TREES[:first]))
