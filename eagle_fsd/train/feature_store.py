@@ -157,9 +157,16 @@ def store_features(
             f"{request.out} has {format_bytes(free)} free; about {format_bytes(needed)} are needed"
         )
     fingerprint = loaded.fingerprint(request.data, request.max_length)
-    source = chats, loaded.target, states, request.out, fingerprint, request.batch_size
     with progress("features") as report:
-        store = write_features(*source, progress=report)
+        store = write_features(
+            chats,
+            loaded.target,
+            states,
+            request.out,
+            fingerprint=fingerprint,
+            batch_size=request.batch_size,
+            progress=report,
+        )
     state.destroy_process_group()
     return store if is_main else None
 
@@ -193,10 +200,10 @@ def write_features(
                 file.unlink()
     state.wait_for_everyone()  # before the index and the files change
     missing = _missing_shards(shards, len(data), shard_chats)
-    first, last = (
-        len(missing) * (state.process_index + at) // state.num_processes for at in (0, 1)
-    )
-    work = (_compute_shard(data, target, states, at, batch_size) for at in missing[first:last])
+    first = len(missing) * state.process_index // state.num_processes
+    last = len(missing) * (state.process_index + 1) // state.num_processes
+    own = missing[first:last]
+    work = (_compute_shard(data, target, states, chats, batch_size) for chats in own)
     while True:
         examples = next(work, None)
         written = gather_object([] if examples is None else [_write_shard(folder, examples)])

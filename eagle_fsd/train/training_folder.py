@@ -104,9 +104,8 @@ class TrainingFolder:
         Raises TrainingError if it could not be written; earlier ones are kept.
         """
         is_main, wait = accelerator.is_main_process, accelerator.wait_for_everyone
-        temporary, complete = (
-            self.path / CHECKPOINTS / f"{state}-{step}" for state in ("writing", "step")
-        )
+        temporary = self.path / CHECKPOINTS / f"writing-{step}"
+        complete = temporary.with_name(f"step-{step}")
         try:
             if is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
