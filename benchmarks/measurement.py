@@ -440,7 +440,11 @@ def timed(
 
 
 def pair_method(
-    name: str, contender: Contender, tree: TreeConfig | None, new_tokens: int, compiled: bool
+    name: str,
+    contender: Contender,
+    tree: TreeConfig | None,
+    new_tokens: int,
+    compiled: bool = False,
 ) -> Method:
     """Return a contender as a method with a tree."""
     pair, options = copy.copy(contender.model), contender.options()
