@@ -184,6 +184,9 @@ def test_existing_folders_are_kept(
     errors = refused(*command(data, out, target, seed=3, max_steps=2))
     assert "--resume" in errors
     assert "--overwrite" in errors
+    with pytest.raises(ValueError, match="exists; add --resume or --overwrite"):
+        train_here(data, out, target, regenerate=True)
+    assert not out.with_name(f"{out.name}-regenerated.jsonl").exists()  # refused at once
     assert same_weights(read_weights(out), before)
     train(overwrite=True, seed=3, max_steps=2)
     assert not same_weights(read_weights(out), before)
