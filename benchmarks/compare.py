@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     note = f"greedy, at most {new_tokens} new tokens, batch 1."
 
     def save(answered: int) -> None:
-        if answered < min(2, len(tasks)):  # an interval takes two answers
+        if answered < 2:  # an interval takes two answers
             return
         finished = answered == len(tasks)
         rows = []

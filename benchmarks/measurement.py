@@ -88,6 +88,8 @@ def parse(
     for name, value in fixed.items():
         if getattr(options, name) != value:
             parser.error(f"--{name} must be {value}; got {getattr(options, name)}")
+    if vars(options).get("count", 2) < 2:  # intervals and quantiles take two answers
+        parser.error(f"--count must be at least 2; got {options.count}")
     name = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
     options.dtype = getattr(torch, name, None)
     if not isinstance(options.dtype, torch.dtype):
