@@ -117,9 +117,15 @@ def _find_rewritten_turn(
     if not content or start < 0:
         raise ValueError(f"turn {index + 1} cannot be located in the formatted chat")
     end = start + len(content)
-    # The end-of-turn token, as the template writes it after the last turn of a chat.
-    closing = prefix[prefix.rfind(content) + len(content) :].rstrip()
-    return start, end + len(closing) if text.startswith(closing, end) else end
+    # The end-of-turn token, as the template writes it after the last turn of a chat. It may contain
+    # a short answer, too.
+    place = prefix.rfind(content, begin)
+    while place >= 0:
+        closing = prefix[place + len(content) :].rstrip()
+        if text.startswith(closing, end):
+            return start, end + len(closing)
+        place = prefix.rfind(content, begin, place + len(content) - 1)
+    return start, end
 
 
 def _common_length(one: str, other: str) -> int:

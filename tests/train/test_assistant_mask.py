@@ -120,10 +120,11 @@ def test_text_that_the_template_adds_to_the_last_turn_is_tolerated() -> None:
     # The second answer contains the word "more".
     for chat in (CHAT, [*CHAT[:5], {"role": "user", "content": "more"}, CHAT[6]]):
         assert masked_texts(tokenizer, encode_chat(chat, tokenizer, chat_template)) == expected
-    # The header of the first answer, "<|im_start|>assistant", contains the letter "a".
-    chat = [*CHAT[1:2], {"role": "assistant", "content": "a"}, *CHAT[5:]]
-    texts = masked_texts(tokenizer, encode_chat(chat, tokenizer, chat_template))
-    assert texts == ["a" + end, expected[-1]]
+    # The header of an answer, "<|im_start|>assistant", contains "a", and its end contains "d".
+    for answer in ("a", "d"):
+        chat = [*CHAT[1:2], {"role": "assistant", "content": answer}, *CHAT[5:]]
+        texts = masked_texts(tokenizer, encode_chat(chat, tokenizer, chat_template))
+        assert texts == [answer + end, expected[-1]]
 
 
 # -- tools -----------------------------------------------------------------------------------------
