@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, timed steps and answers, the floor of a step, and reports.
+"""Shared code of the benchmarks: options, timed steps and answers, a step's floor, and reports.
 
 Three ways to decode are compared: plain decoding, exact verification of draft trees, and FSD. Their
 calls advance in turn, a few steps at a time, so that changes of the machine's speed affect all of
@@ -190,7 +190,7 @@ def contenders(model: EagleFSD, sampled: bool = False) -> list[Contender]:
 
 @dataclass(frozen=True)
 class Timing:
-    """How many steps to time."""
+    """The numbers of steps to time."""
 
     warm_up: int = 8
     block: int = 4

@@ -98,7 +98,7 @@ def reads_draft(rule: AcceptanceRule) -> bool:
 
 
 def describe(settings: Settings, engine: str) -> str:
-    """Say which rule an engine applies, and what is certified about it there."""
+    """Describe the rule that an engine applies, and what is certified about it there."""
     certificate = settings.certificate
     if certificate is None or certificate.decoder != engine.lower():
         return f"eagle_fsd: {settings.label}; not certified for {engine}"

@@ -295,6 +295,6 @@ class Sieve:
             self.kept.append({"index": line["index"], "messages": chat})
 
     def summary(self) -> str:
-        """Say how many chats were kept and messages dropped, by reason."""
+        """Describe how many chats were kept and messages dropped, by reason."""
         reasons = ", ".join(f"{count} {name}" for name, count in self.dropped.most_common())
         return f"{len(self.kept)} of {self.decided} chats; dropped: {reasons or 'none'}"
