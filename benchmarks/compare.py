@@ -28,6 +28,7 @@ import copy
 import subprocess
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ from measurement import (
     tree_name,
     word_problems,
 )
-from revisions import Worker
+from revisions import Worker, start_worker
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -128,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     note = f"greedy, at most {new_tokens} new tokens, batch 1."
 
     def save(answered: int) -> None:
-        if answered < min(2, len(tasks)):  # an interval takes two answers
+        if answered < 2:  # an interval takes two answers
             return
         finished = answered == len(tasks)
         rows = []
@@ -159,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with ExitStack() as stack:
         if versions:
             worker = stack.enter_context(
-                Worker.started(
+                start_worker(
                     options.eagle,
                     script="eagle_worker.py",
                     python=options.eagle_python,
@@ -253,7 +254,7 @@ def own_methods(model: EagleFSD, new_tokens: int, compiled: bool = False) -> lis
     for way in contenders(model):
         name = f"{way.name}, compiled" if compiled else way.name
         for tree in dict.fromkeys([way.tree, *(EXACT_TREES if way.name == EXACT else ())]):
-            methods.append(pair_method(name, way, tree, new_tokens, compiled))
+            methods.append(pair_method(name, way, tree, new_tokens, compiled=compiled))
     return methods
 
 
@@ -275,10 +276,10 @@ def official_groups(
             "tree": [tree.total_tokens, tree.depth, tree.top_k],
             "options": {"max_new_tokens": new_tokens},
         }
-        group = [Method(OFFICIAL, tree_name(tree), worker.generate(request))]
-        group.append(pair_method(EXACT, exact, tree, new_tokens, False))
+        group = [Method(OFFICIAL, tree_name(tree), partial(worker, request))]
+        group.append(pair_method(EXACT, exact, tree, new_tokens))
         if compiles:
-            group.append(pair_method(f"{EXACT}, compiled", exact, tree, new_tokens, True))
+            group.append(pair_method(f"{EXACT}, compiled", exact, tree, new_tokens, compiled=True))
         groups.append(group)
     return groups
 

@@ -18,6 +18,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from measurement import (
+    EXACT,
+    FSD,
+    FSD_ACCEPTANCE,
     PLAIN,
     Contender,
     Method,
@@ -36,11 +39,7 @@ from measurement import (
 )
 
 from eagle_fsd import AcceptanceConfig, EagleFSD
-from eagle_fsd.bundled import (
-    BUNDLED_DRAFT_MODEL,
-    BUNDLED_EAGLE3,
-    BUNDLED_HEAD,
-)
+from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_EAGLE3, BUNDLED_HEAD
 from eagle_fsd.bundled.problems import chat_messages, edited_problems
 
 DRAFTERS = {
@@ -54,10 +53,7 @@ TREES = (
     *("8/3/2", "16/4/4", "16/8/2", "20/8/2"),
     *("8/6/1", "10/8/1", "14/12/1", "20/18/1", "26/24/1"),
 )
-ACCEPTANCE = {
-    "exact": AcceptanceConfig(),
-    "FSD": AcceptanceConfig(threshold=0.05, min_ratio=0.3),
-}
+ACCEPTANCE = {EXACT: AcceptanceConfig(), FSD: FSD_ACCEPTANCE}
 COLUMNS = {
     "drafter": "drafter",
     "setting": "setting",
@@ -79,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         options.count, options.trial, trees, new_tokens = 2, 2, TREES[:2], 12
     bundled = EagleFSD.from_pretrained(dtype=options.dtype, device_map=options.device)
-    plain = pair_method("none, exact", Contender(PLAIN, bundled), None, new_tokens, False)
+    plain = pair_method("none, exact", Contender(PLAIN, bundled), None, new_tokens)
     candidates = []
     for drafter, path in DRAFTERS.items():
         for setting, acceptance in ACCEPTANCE.items():
@@ -87,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 # A drafter of its own: the adaptive one learns from all answers.
                 pair = EagleFSD.from_pretrained(bundled.model, path)
                 way, name = Contender(setting, pair, acceptance), f"{drafter}, {setting}"
-                candidates.append(pair_method(name, way, tree, new_tokens, False))
+                candidates.append(pair_method(name, way, tree, new_tokens))
     tables: list[Table] = []
     for name, tasks in task_sets(bundled.tokenizer, options.trial + options.count).items():
         answer_in_turn(candidates, tasks[: options.trial], "selecting trees")

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--chain", type=int, default=5, help="drafted tokens per step")
     parser.add_argument("--count", type=int, default=32, help="number of problems")
     parser.add_argument("--max-tokens", type=int, default=200, help="tokens per answer")
-    options = parse(parser, arguments)
+    options = parse(parser, arguments, device="cpu", dtype="float32")
     count, concurrency = (2, [1, 2]) if options.quick else (options.count, [1, 16])
     prompts = [task.ids for task in word_problems(load_tokenizer(options.target), count)]
     table = Table("Rules in vLLM", COLUMNS, [])

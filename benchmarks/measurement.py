@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, timed steps and answers, the floor of a step, and reports.
+"""Shared code of the benchmarks: options, timed steps and answers, a step's floor, and reports.
 
 Three ways to decode are compared: plain decoding, exact verification of draft trees, and FSD. Their
 calls advance in turn, a few steps at a time, so that changes of the machine's speed affect all of
@@ -75,12 +75,21 @@ def new_parser(description: str, compiles: bool = True) -> argparse.ArgumentPars
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, **fixed: object
+) -> argparse.Namespace:
     """Parse options, set the number of threads, and silence transformers.
 
-    Returns the options; ``dtype`` is a ``torch.dtype``.
+    ``fixed`` are the values of options that a script has no choice of. Returns the options;
+    ``dtype`` is a ``torch.dtype``.
     """
+    parser.set_defaults(**fixed)
     options = parser.parse_args(arguments)
+    for name, value in fixed.items():
+        if getattr(options, name) != value:
+            parser.error(f"--{name} must be {value}; got {getattr(options, name)}")
+    if vars(options).get("count", 2) < 2:  # intervals and quantiles take two answers
+        parser.error(f"--count must be at least 2; got {options.count}")
     name = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
     options.dtype = getattr(torch, name, None)
     if not isinstance(options.dtype, torch.dtype):
@@ -181,7 +190,7 @@ def contenders(model: EagleFSD, sampled: bool = False) -> list[Contender]:
 
 @dataclass(frozen=True)
 class Timing:
-    """How many steps to time."""
+    """The numbers of steps to time."""
 
     warm_up: int = 8
     block: int = 4
@@ -433,7 +442,11 @@ def timed(
 
 
 def pair_method(
-    name: str, contender: Contender, tree: TreeConfig | None, new_tokens: int, compiled: bool
+    name: str,
+    contender: Contender,
+    tree: TreeConfig | None,
+    new_tokens: int,
+    compiled: bool = False,
 ) -> Method:
     """Return a contender as a method with a tree."""
     pair, options = copy.copy(contender.model), contender.options()

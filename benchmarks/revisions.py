@@ -25,8 +25,9 @@ import tarfile
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from measurement import (
     Answer,
@@ -59,6 +60,8 @@ TREES = ("60/6/10", "16/8/2", "12/4/4")
 #: Trees and options of FSD: a chain that revision 68e5df3 was measured with, and a longer one.
 CHAINS = ("20/18/1", "26/24/1")
 FSD = {"threshold": 0.05, "min_ratio": 0.3}
+#: Answers a prompt of token ids, given the other values of a request to a process.
+Worker = Callable[[dict[str, Any], list[int]], Answer]
 COLUMNS = {
     "method": "method",
     "tau": "tau",
@@ -82,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--stories-out", type=Path, default=Path("runs/stories"), help="folder of its head"
     )
-    options = parse(parser, arguments)
+    options = parse(parser, arguments, device="cpu", dtype="float32", threads=1)
     count, new_tokens = (2, 16) if options.quick else (options.count, 192)
     first = 1 if options.quick else None
     trees = options.tree or list(map(parse_tree, TREES[:first]))
@@ -106,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         unpack(options.revision, folder / "revision")
         roots = {OLD: folder / "revision", NEW: ROOT}
-        workers = {name: stack.enter_context(Worker.started(root)) for name, root in roots.items()}
+        workers = {name: stack.enter_context(start_worker(root)) for name, root in roots.items()}
         for name, (target, head, tasks) in pairs.items():
             # Without the settings beside it, whose format has changed.
             weights = folder / name
@@ -129,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     "options": {"max_new_tokens": new_tokens, **chosen},
                 }
                 old, new = (
-                    Method(key, method, worker.generate(own)) for key, worker in workers.items()
+                    Method(key, method, partial(worker, own)) for key, worker in workers.items()
                 )
                 answer_in_turn([old, new], tasks, f"{name}, {method}")
                 ratio, interval = mean_ratio(new.speeds, old.speeds)
@@ -158,61 +161,45 @@ def unpack(revision: str, folder: Path) -> None:
         files.extractall(folder, filter="data")
 
 
-class Worker:
-    """A process that decodes with one revision, or with the official EAGLE code."""
+@contextmanager
+def start_worker(
+    root: Path,
+    script: str = "revision_worker.py",
+    python: str = sys.executable,
+    threads: int = 1,
+) -> Iterator[Worker]:
+    """Start a process that decodes with one revision, or with the official EAGLE code."""
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    process = subprocess.Popen(
+        [python, str(Path(__file__).with_name(script))],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    stdin, stdout = process.stdin, process.stdout
+    assert stdin is not None
+    assert stdout is not None
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-
-    @classmethod
-    @contextmanager
-    def started(
-        cls,
-        root: Path,
-        script: str = "revision_worker.py",
-        python: str = sys.executable,
-        threads: int = 1,
-    ) -> Iterator[Worker]:
-        """Start a worker, and end it with the context."""
-        path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-        process = subprocess.Popen(
-            [python, str(Path(__file__).with_name(script))],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        with process:
-            worker = cls(process)
-            try:
-                found = Path(worker._read()).resolve()
-                if found.parent != root.resolve():
-                    raise RuntimeError(f"expected the package in {root}; found {found}")
-                yield worker
-            finally:
-                _pipe(process.stdin).close()
-
-    def generate(self, request: dict[str, Any]) -> Callable[[list[int]], Answer]:
-        """Return a function that answers prompts with the values of a request."""
-        stdin = _pipe(self.process.stdin)
-
-        def answer(ids: list[int]) -> Answer:
-            stdin.write(json.dumps({**request, "ids": ids}) + "\n")
-            stdin.flush()
-            return Answer(**self._read())
-
-        return answer
-
-    def _read(self) -> Any:
-        line = _pipe(self.process.stdout).readline()
+    def read() -> Any:
+        line = stdout.readline()
         if not line:
             raise RuntimeError("a worker ended; see its error above")
         return json.loads(line)
 
+    def answer(request: dict[str, Any], ids: list[int]) -> Answer:
+        stdin.write(json.dumps({**request, "ids": ids}) + "\n")
+        stdin.flush()
+        return Answer(**read())
 
-def _pipe(pipe: IO[str] | None) -> IO[str]:
-    assert pipe is not None
-    return pipe
+    with process:
+        try:
+            found = Path(read()).resolve()
+            if found.parent != root.resolve():
+                raise RuntimeError(f"expected the package in {root}; found {found}")
+            yield answer
+        finally:
+            stdin.close()
 
 
 if __name__ == "__main__":

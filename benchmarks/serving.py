@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--tree", type=parse_tree, default=parse_tree("16/8/2"), help="total_tokens/depth/top_k"
     )
-    options = parse(parser, arguments)
+    options = parse(parser, arguments, threads=1)
     count, rounds, new_tokens, clients = options.count, options.rounds, 192, CLIENTS
     if options.quick:
         count, rounds, new_tokens, clients = 4, 1, 8, (1, 4)

@@ -131,7 +131,7 @@ def _save(
 
 
 def _phases_note(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Say where the phases are from, and how verification differs between methods."""
+    """Describe where the phases are from, and how verification differs between methods."""
     note, by_name = "", {row["method"]: row for row in rows}
     if any(row["captured"] for row in rows):
         whole = ", ".join(f"{row['method']} {row['phased_ms']:.2f} ms" for row in rows)

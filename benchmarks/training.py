@@ -45,7 +45,8 @@ COLUMNS = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Time the steps, print the table and save it."""
-    options = parse(new_parser("Time a training step.", compiles=False), arguments)
+    parser = new_parser("Time a training step.", compiles=False)
+    options = parse(parser, arguments, dtype="float32")
     scale = 8 if options.quick else 1
     config = LlamaConfig(
         vocab_size=49_152 // scale,

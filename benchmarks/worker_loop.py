@@ -1,4 +1,4 @@
-"""What ``revision_worker.py`` and ``eagle_worker.py`` share; imports the standard library only."""
+"""Shared code of ``revision_worker.py`` and ``eagle_worker.py``; imports no other package."""
 
 from __future__ import annotations
 

@@ -47,8 +47,6 @@ HEADS = {
 #: Number of unseen problems that the pair is measured on.
 CARD_PROBLEMS = 500
 
-log = logging.getLogger(__name__)
-
 
 def main() -> None:
     """Run the stages that the command line selects."""

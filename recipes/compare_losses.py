@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd.bundled import BUNDLED_TARGET
+from eagle_fsd.cli.train import TrainingProgress
 from eagle_fsd.evaluation.tables import markdown
 from eagle_fsd.train.chat_file import write_chats
 from eagle_fsd.train.config import TrainConfig, TrainRequest
@@ -77,7 +78,8 @@ def main() -> None:
         if not (folder.path / RECORD_FILE).exists():
             log.info("training: %s", variant)
             request = TrainRequest(data=data, out=folder.path, resume=folder.exists)
-            train(request, common.updated(**changes), on_metrics=_log_metrics)
+            with TrainingProgress() as on_metrics:
+                train(request, common.updated(**changes), on_metrics=on_metrics)
         file = folder.path / RESULT_FILE
         if not file.exists():
             atomic_write(file, json.dumps(measure_head(folder.path, options.problems), indent=2))
@@ -120,12 +122,6 @@ def format_table(results: dict[str, dict[str, Any]], config: TrainConfig) -> str
         f" {versions['torch']}, transformers {versions['transformers']}, revision"
         f" {environment['revision']}."
     )
-
-
-def _log_metrics(metrics: dict[str, Any]) -> None:
-    if metrics["kind"] == "validation" or metrics["step"] % 100 == 0:
-        names = ("kind", "step", "loss", "top1", "tau")
-        log.info("%s", {name: metrics.get(name) for name in names})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the recipes of published heads share: train and save a head, and write its model card."""
+"""Shared code of the recipes of published heads: train and save a head, write its model card."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def describe_tree(row: dict[str, Any]) -> str:
 
 
 def describe_measurement(count: int, questions: str) -> str:
-    """Say what a table was measured on, when and with what."""
+    """Describe what a table was measured on, the date and the versions."""
     environment = describe_environment()
     versions = environment["versions"]
     return (

@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from eagle_fsd.bundled.problems import chats
 from eagle_fsd.model.checkpoint import transformers4_fields
 from eagle_fsd.train.assistant_mask import EncodedChat, encode_chat
+from eagle_fsd.train.dataset import Example, collate
 from eagle_fsd.train.record import write_record
 from eagle_fsd.utils.chat_templates import TokenizerTemplate
 from eagle_fsd.utils.files import atomic_path, atomic_write
@@ -108,8 +109,7 @@ def batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield batches of chats of similar length: ``[B, S]`` token ids, ``[B, S]`` loss weights.
 
-    Chats are padded on the right, where a causal mask hides the padding from every token. Those of
-    a pool are sorted by length together.
+    The chats of a pool are sorted by length together.
     """
     source = chats("train", config.seed)
     chat_template = TokenizerTemplate(tokenizer)
@@ -125,15 +125,10 @@ def batches(
                 groups.append([])
             groups[-1].append(item)
         for index in torch.randperm(len(groups), generator=generator).tolist():
-            group = groups[index]
-            width = max(len(item.ids) for item in group)
-            ids = torch.full((len(group), width), tokenizer.pad_token_id)
-            weights = torch.zeros(len(group), width)
-            for row, item in enumerate(group):
-                ids[row, : len(item.ids)] = torch.tensor(item.ids)
-                answered = torch.tensor(item.assistant_mask)
-                weights[row, : len(item.ids)] = torch.where(answered, 1.0, config.prompt_weight)
-            yield ids, weights
+            batch = collate([Example(0, item.ids, item.assistant_mask) for item in groups[index]])
+            real = torch.arange(batch.ids.shape[1]) < torch.tensor(batch.lengths)[:, None]
+            weights = torch.where(batch.assistant_mask, 1.0, config.prompt_weight) * real
+            yield batch.ids, weights
 
 
 def build_model(config: TargetConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:

@@ -2,9 +2,9 @@
 
 ``target``, ``head`` (EAGLE-2), ``eagle3`` and ``draft_model`` contain the weights of the bundled
 pair, ``smollm2_eagle2`` and ``smollm2_eagle3`` heads of the target ``smollm2``;
-:mod:`eagle_fsd.bundled.problems` generates the word problems that all are trained on and evaluated
-with. Nothing here imports the rest of the package. Start with the model cards, the folders'
-``README.md`` files.
+:mod:`eagle_fsd.bundled.problems` generates the word problems that the pair is trained on and
+evaluated with. Nothing here imports the rest of the package. Start with the model cards, the
+folders' ``README.md`` files.
 """
 
 from pathlib import Path

@@ -35,7 +35,7 @@ UNKNOWN = -1
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the drafted tokens of ragged chains are, flattened and as trees.
+    """The positions of the drafted tokens of ragged chains, flattened and as trees.
 
     Attributes:
         counts: ``[B]`` number of drafted tokens of each request.

@@ -50,8 +50,10 @@ def find_settings(config: Any) -> Settings | None:
         if isinstance(given, str):
             path = Path(given).expanduser()
             settings = read_settings(path / SETTINGS_FILE if path.is_dir() else path)
-        else:
+        elif isinstance(given, Mapping):
             settings = Settings.from_dict(given)
+        else:
+            raise ValueError(f"neither a path nor an object; got {given!r}")
     except (OSError, ValueError) as error:
         raise OptionsError(f"settings for eagle_fsd: {error}") from error
     check_supported(settings)
@@ -96,7 +98,7 @@ def reads_draft(rule: AcceptanceRule) -> bool:
 
 
 def describe(settings: Settings, engine: str) -> str:
-    """Say which rule an engine applies, and what is certified about it there."""
+    """Describe the rule that an engine applies, and what is certified about it there."""
     certificate = settings.certificate
     if certificate is None or certificate.decoder != engine.lower():
         return f"eagle_fsd: {settings.label}; not certified for {engine}"

@@ -99,18 +99,36 @@ def _find_rewritten_turn(
 ) -> tuple[int, int]:
     """Locate a turn that the template formats differently if other turns follow.
 
-    It is searched for between the text of the earlier turns and the next turn's content.
+    It is searched for between the text of the earlier turns and the next user or system message,
+    which is located from the end, because the turn may contain the same words. The turn's header
+    may contain a short answer, so the search begins after it, if the turn has the usual one.
     """
     content = chat[index]["content"].strip()
-    before = chat_template.render(chat[:index])
-    pairs = enumerate(zip(text, before, strict=False))
-    begin = next((at for at, (a, b) in pairs if a != b), min(len(text), len(before)))
-    following = [message["content"] for message in chat[index + 1 :] if message["content"]]
-    limit = text.find(following[0], begin) if following else len(text)
-    start = text.find(content, begin, limit if limit >= 0 else len(text))
+    begin = _common_length(text, chat_template.render(chat[:index]))
+    prompt = chat_template.render(chat[:index], add_generation_prompt=True)
+    limit = len(text)
+    for message in reversed(chat[index + 1 :]):
+        if message["role"] in ("user", "system"):
+            found = text.rfind(message["content"], begin, limit)
+            limit = limit if found < 0 else found
+    start = text.find(content, _common_length(text, prompt), limit)
+    if start < 0:
+        start = text.find(content, begin, limit)
     if not content or start < 0:
         raise ValueError(f"turn {index + 1} cannot be located in the formatted chat")
     end = start + len(content)
-    # The end-of-turn token, as the template writes it after the last turn of a chat.
-    closing = prefix[prefix.rfind(content) + len(content) :].rstrip()
-    return start, end + len(closing) if text.startswith(closing, end) else end
+    # The end-of-turn token, as the template writes it after the last turn of a chat. It may contain
+    # a short answer, too.
+    place = prefix.rfind(content, begin)
+    while place >= 0:
+        closing = prefix[place + len(content) :].rstrip()
+        if text.startswith(closing, end):
+            return start, end + len(closing)
+        place = prefix.rfind(content, begin, place + len(content) - 1)
+    return start, end
+
+
+def _common_length(one: str, other: str) -> int:
+    """Return the length of the common beginning of two strings."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

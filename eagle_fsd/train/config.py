@@ -131,7 +131,7 @@ class TrainConfig(Options):
     weight_decay: Share = Field(0.01, description="Weight decay of AdamW; eagle3: 0 by default.")
     beta1: float = Field(0.9, ge=0.0, le=0.9999, description="First beta of AdamW.")
     beta2: float = Field(0.95, ge=0.0, le=0.99999, description="Second beta of AdamW.")
-    clip: float = Field(0.5, ge=0.0, description="Maximum norm of the gradient.")
+    clip: float = Field(0.5, gt=0.0, description="Maximum norm of the gradient.")
     noise: float = Field(
         0.1,
         ge=0.0,
@@ -267,6 +267,8 @@ class TrainRequest(TargetOptions):
             raise ValueError("--regenerate requires --data")
         if self.store_features and self.data is None:
             raise ValueError("--store-features requires --data")
+        if self.resume and self.overwrite:
+            raise ValueError("--resume and --overwrite exclude each other")
         return self
 
 

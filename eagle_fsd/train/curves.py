@@ -30,7 +30,9 @@ def draw_curves(metrics: Sequence[dict[str, Any]], path: Path) -> None:
         axis.set(title=title, xlabel="step", ylabel=label)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         for kind, name in curves:
-            lines = [line for line in metrics if line["kind"] == kind and line.get(name)]
+            lines = [
+                line for line in metrics if line["kind"] == kind and line.get(name) is not None
+            ]
             if lines:
                 steps, values = [line["step"] for line in lines], [line[name] for line in lines]
                 marker = "o" if kind == "validation" else ""

@@ -34,7 +34,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_fsd.bundled import BUNDLED_TARGET
 from eagle_fsd.model.checkpoint import (
     EMBEDDING,
     FC_BIAS,
@@ -55,9 +54,9 @@ from eagle_fsd.model.eagle3_checkpoint import (
     save_eagle3,
 )
 from eagle_fsd.model.identity import EXPORTED_KEY, fingerprints
-from eagle_fsd.model.loading import LoadError, load_embeddings, load_target
 from eagle_fsd.model.target import Target
 from eagle_fsd.train.config import ExportFormat, ExportRequest
+from eagle_fsd.train.loaded_target import load_frozen_target
 
 log = logging.getLogger(__name__)
 
@@ -75,12 +74,8 @@ ARCHITECTURES = {
 
 def export_head(request: ExportRequest, *, token: str | None = None) -> Path:
     """Convert a head for another engine; raises ValueError if that is impossible."""
-    path = request.target or BUNDLED_TARGET
-    try:
-        model = load_embeddings(path, request.dtype, token=token)
-    except LoadError:  # they cannot be loaded alone
-        model = load_target(path, request.dtype, token=token)
-    return convert_head(request.head, Target(model), request.out, request.format)
+    target = load_frozen_target(request, token=token, layers=False)
+    return convert_head(request.head, target, request.out, request.format)
 
 
 def convert_head(

@@ -7,6 +7,7 @@ the main process writes the index.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from safetensors.torch import save_file
 from torch.utils.data import Dataset
 
 from eagle_fsd.model.target import Target
+from eagle_fsd.train.chat_file import MAX_DESCRIBED
 from eagle_fsd.train.config import FeaturesRequest
 from eagle_fsd.train.dataset import FILLER, ChatDataset, Example, collate
 from eagle_fsd.train.features import compute_features, most_likely_tokens
@@ -30,6 +32,8 @@ from eagle_fsd.train.loaded_target import LoadedTarget, check_device_map
 from eagle_fsd.utils.files import atomic_path, atomic_write
 from eagle_fsd.utils.progress import Progress, ProgressFactory, no_progress
 from eagle_fsd.utils.text import format_bytes
+
+log = logging.getLogger(__name__)
 
 INDEX_FILE = "index.json"
 #: Names of shards, and of those that an interrupted process was writing.
@@ -157,9 +161,16 @@ def store_features(
             f"{request.out} has {format_bytes(free)} free; about {format_bytes(needed)} are needed"
         )
     fingerprint = loaded.fingerprint(request.data, request.max_length)
-    source = chats, loaded.target, states, request.out, fingerprint, request.batch_size
     with progress("features") as report:
-        store = write_features(*source, progress=report)
+        store = write_features(
+            chats,
+            loaded.target,
+            states,
+            request.out,
+            fingerprint=fingerprint,
+            batch_size=request.batch_size,
+            progress=report,
+        )
     state.destroy_process_group()
     return store if is_main else None
 
@@ -176,7 +187,8 @@ def write_features(
 ) -> FeatureStore:
     """Store the hidden states ``states`` of every chat that is not in a complete shard yet.
 
-    All processes share the work. The result has the same examples whatever their number, in this
+    Chats that the template rejects are stored without answers, and logged. All processes share the
+    work. The result has the same examples whatever their number, in this
     run and in earlier ones that were interrupted.
     """
     state, folder = PartialState(), Path(folder)
@@ -193,12 +205,17 @@ def write_features(
                 file.unlink()
     state.wait_for_everyone()  # before the index and the files change
     missing = _missing_shards(shards, len(data), shard_chats)
-    first, last = (
-        len(missing) * (state.process_index + at) // state.num_processes for at in (0, 1)
-    )
-    work = (_compute_shard(data, target, states, at, batch_size) for at in missing[first:last])
+    first = len(missing) * state.process_index // state.num_processes
+    last = len(missing) * (state.process_index + 1) // state.num_processes
+    own = missing[first:last]
+    work = (_compute_shard(data, target, states, chats, batch_size) for chats in own)
+    described = 0
     while True:
         examples = next(work, None)
+        for item in examples or ():
+            if item.error is not None and described < MAX_DESCRIBED:
+                described += 1
+                log.warning("skipped a chat: %s", item.error)
         written = gather_object([] if examples is None else [_write_shard(folder, examples)])
         if not written:
             return FeatureStore(folder)

@@ -66,6 +66,9 @@ def train(
             "--regenerate requires a single process; run eagle-fsd train regenerate first"
         )
     check_device_map(request.device_map, accelerator.num_processes)
+    folder = TrainingFolder(request.out)
+    if is_main:  # before hours of rewriting
+        folder.check_usable(request.resume or request.overwrite)
     device_map = request.device_map or accelerator.device
     if request.store_features and request.dtype is None and accelerator.device.type == "cpu":
         request = request.updated(dtype=fastest_dtype())
@@ -106,7 +109,6 @@ def train(
     read = size if isinstance(data, FeatureStore) else size // BYTES_PER_TOKEN
     config = config.updated(epochs=config.count_epochs(read))
     fingerprint = {**fingerprint, "head": None if head is None else str(request.head)}
-    folder = TrainingFolder(request.out)
     if is_main and config.validation and not can_decode(target):
         log.warning(
             "validation reports losses and no tau, because the target's layers are not loaded"

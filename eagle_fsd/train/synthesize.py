@@ -41,7 +41,7 @@ from eagle_fsd.train.writing import (
     turn_seed,
 )
 from eagle_fsd.utils.chat_templates import ChatTemplate, load_chat_template
-from eagle_fsd.utils.files import append_line
+from eagle_fsd.utils.files import append_line, read_jsonl
 from eagle_fsd.utils.options import OptionsError
 from eagle_fsd.utils.progress import Progress, ProgressFactory, no_progress
 
@@ -71,7 +71,7 @@ def synthesize(
 
     While it runs, all chats are in ``OUT.part0``, in order of completion. ``progress`` counts the
     ``writing`` of usable chats. Raises ValueError if the chat template shows no header of a user's
-    message, the target writes hardly any usable chat, or the output has other options.
+    message, the target writes few usable chats, or the output has more chats or other options.
     """
     config = config or SynthesizeConfig()
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -96,6 +96,12 @@ def synthesize(
     names = {"target": target_name(request), "template": request.chat_template}
     options = config.model_dump(mode="json", exclude={"batch_size"})
     prepare_output(request.out, {**names, **source, **options})
+    written_before = len(read_jsonl(request.out)) if request.out.exists() else 0
+    if written_before > request.count:
+        raise ValueError(
+            f"count must be at least {written_before}, the number of chats in {request.out}; got"
+            f" {request.count}"
+        )
     lines = read_lines(request.out)
     sieve = Sieve(request.count, lines)
     written = writer.write(plan, sieve.drafts(ahead=isinstance(writer, ServerWriter)))
@@ -289,6 +295,6 @@ class Sieve:
             self.kept.append({"index": line["index"], "messages": chat})
 
     def summary(self) -> str:
-        """Say how many chats were kept and messages dropped, by reason."""
+        """Describe how many chats were kept and messages dropped, by reason."""
         reasons = ", ".join(f"{count} {name}" for name, count in self.dropped.most_common())
         return f"{len(self.kept)} of {self.decided} chats; dropped: {reasons or 'none'}"

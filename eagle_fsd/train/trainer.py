@@ -51,8 +51,8 @@ log = logging.getLogger(__name__)
 #: Number of held-out chats whose prompts are decoded at each validation.
 MAX_DECODED_PROMPTS = 16
 
-#: What is counted of all that is read, and its names in checkpoints. A chat counts once in every
-#: epoch; rejected ones could not be encoded, and of unused ones the loss covers no token.
+#: Numbers of chats and tokens that were read, and their names in checkpoints. A chat counts once in
+#: every epoch; rejected ones could not be encoded, and of unused ones the loss covers no token.
 COUNTERS = {name: name for name in ("chats", "tokens", "loss_tokens")}
 COUNTERS |= {"truncated": "cut", "rejected": "refused", "unused": "unused"}
 

@@ -66,17 +66,21 @@ class TrainingFolder:
         another ``fingerprint`` of its data.
         """
         content = {"recipe": config.model_dump(), "data": fingerprint}
+        self.check_usable(resume or overwrite)
+        if self.exists and overwrite:
+            shutil.rmtree(self.path)
+        elif self.exists:
+            self._check_resumable(content)
+        self.path.mkdir(parents=True, exist_ok=True)
+        atomic_write(self.path / CONFIG_FILE, json.dumps(content, indent=2) + "\n")
+
+    def check_usable(self, existing: bool) -> None:
+        """Raise ValueError if the folder is not empty, unless an ``existing`` training is there."""
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            if not (resume or overwrite):
+            if not existing:
                 raise ValueError(f"{self.path} exists; add --resume or --overwrite")
             if not self.exists:
                 raise ValueError(f"{self.path} exists and holds no training; choose another folder")
-            if overwrite:
-                shutil.rmtree(self.path)
-            else:
-                self._check_resumable(content)
-        self.path.mkdir(parents=True, exist_ok=True)
-        atomic_write(self.path / CONFIG_FILE, json.dumps(content, indent=2) + "\n")
 
     def _check_resumable(self, content: dict[str, Any]) -> None:
         before = json.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))
@@ -104,9 +108,8 @@ class TrainingFolder:
         Raises TrainingError if it could not be written; earlier ones are kept.
         """
         is_main, wait = accelerator.is_main_process, accelerator.wait_for_everyone
-        temporary, complete = (
-            self.path / CHECKPOINTS / f"{state}-{step}" for state in ("writing", "step")
-        )
+        temporary = self.path / CHECKPOINTS / f"writing-{step}"
+        complete = temporary.with_name(f"step-{step}")
         try:
             if is_main:
                 shutil.rmtree(temporary, ignore_errors=True)

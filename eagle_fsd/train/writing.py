@@ -86,7 +86,7 @@ class NextTurn:
 
 
 class Script(Protocol):
-    """What is written. Several threads may call the methods, each with chats of its own."""
+    """The turns to write. Several threads may call the methods, each with chats of its own."""
 
     @property
     def config(self) -> RegenerateConfig:

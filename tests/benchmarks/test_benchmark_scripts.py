@@ -218,6 +218,21 @@ def test_training_steps_have_a_floor(quick: Quick) -> None:
     assert rows[0]["floor"] > rows[2]["floor"]  # all tokens, and a draft vocabulary
 
 
+def test_options_that_a_script_cannot_use_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for script, words, message in (
+        (revisions, ["--threads", "2"], "--threads must be 1; got 2"),
+        (serving, ["--threads", "2"], "--threads must be 1; got 2"),
+        (training, ["--dtype", "bfloat16"], "--dtype must be float32; got bfloat16"),
+        (compare, ["--count", "1"], "--count must be at least 2; got 1"),
+        (engines, ["--vllm-python", "python", "--device", "cuda"], "must be cpu; got cuda"),
+    ):
+        with pytest.raises(SystemExit):
+            script.main(["--quick", *words])
+        assert message in capsys.readouterr().err
+
+
 def test_comparison_with_hugging_face(quick: Quick, tmp_path: Path) -> None:
     name, tables, _ = quick(compare)
     assert is_png(tmp_path / f"{name}.png")

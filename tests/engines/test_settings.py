@@ -49,6 +49,7 @@ def test_settings_that_engines_cannot_apply_are_rejected(tmp_path: Path) -> None
         ({"threshold": 0.1, "divergence_on": "warped"}, "got divergence_on warped"),
         ({"treshold": 0.1}, "treshold"),
         (str(tmp_path / "missing.json"), "missing.json"),
+        ([0.1], "neither a path nor an object"),
     ):
         with pytest.raises(OptionsError, match=words):
             find_settings({"eagle_fsd": values})

@@ -115,10 +115,16 @@ THINKING = (
 def test_text_that_the_template_adds_to_the_last_turn_is_tolerated() -> None:
     """A chat rendered up to an earlier turn has it too, and the whole chat does not."""
     tokenizer, chat_template, end = templated(THINKING, CHATML_TOKENS, "<|im_end|>")
-    texts = masked_texts(tokenizer, encode_chat(CHAT, tokenizer, chat_template))
     expected = [answer + end for answer in ANSWERS]
     expected[-1] = "<think></think>" + expected[-1]
-    assert texts == expected
+    # The second answer contains the word "more".
+    for chat in (CHAT, [*CHAT[:5], {"role": "user", "content": "more"}, CHAT[6]]):
+        assert masked_texts(tokenizer, encode_chat(chat, tokenizer, chat_template)) == expected
+    # The header of an answer, "<|im_start|>assistant", contains "a", and its end contains "d".
+    for answer in ("a", "d"):
+        chat = [*CHAT[1:2], {"role": "assistant", "content": answer}, *CHAT[5:]]
+        texts = masked_texts(tokenizer, encode_chat(chat, tokenizer, chat_template))
+        assert texts == [answer + end, expected[-1]]
 
 
 # -- tools -----------------------------------------------------------------------------------------

@@ -136,6 +136,22 @@ def test_too_little_space_is_reported_before_writing(
     assert not any(request.out.iterdir())
 
 
+def test_chats_that_the_template_rejects_are_reported(
+    target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write_chats(tmp_path / "chats.jsonl", 2)
+    call = {"function": {"name": "add", "arguments": {}}}
+    chat = [
+        {"role": "user", "content": "Hello!"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": "Hi!"},
+    ]
+    file.write_text(file.read_text() + json.dumps({"messages": chat}) + "\n")
+    store = Source(target, file).write(tmp_path / "features")
+    assert f"skipped a chat: {file}, line 3: the chat template omits" in caplog.text
+    assert [any(store[index].assistant_mask) for index in range(3)] == [True, True, False]
+
+
 # -- interruptions ---------------------------------------------------------------------------------
 
 

@@ -141,6 +141,8 @@ def test_result_depends_on_neither_batch_nor_interruption(tmp_path: Path) -> Non
     part.write_text(json.dumps(lines[1]) + "\n" + json.dumps(lines[0])[:30])
     assert write(other, batch_size=8, **options) == lines
     assert write(other, batch_size=8, count=5, **options)[:4] == lines
+    with pytest.raises(ValueError, match=r"count must be at least 5, .*; got 4"):
+        write(other, **options)
     with pytest.raises(ValueError, match="was written from other chats or options"):
         write(out, **{**options, "seed": 4})
 

@@ -57,6 +57,7 @@ def test_invalid_values_are_reported_with_what_is_accepted(tmp_path: Path) -> No
         ("lr", float("nan"), "a number in [0, 1]"),
         ("lr", "fast", "a number in [0, 1]"),
         ("beta2", 1.0, "a number in [0, "),
+        ("clip", 0.0, "a number above 0"),
         ("divergence_loss", "hellinger", ", ".join(get_args(DivergenceLoss))),
         ("bias", 1, "true or false"),
     ):
@@ -67,6 +68,8 @@ def test_invalid_values_are_reported_with_what_is_accepted(tmp_path: Path) -> No
             TrainRequest(out=tmp_path, **sources)
     with pytest.raises(ValueError, match="--regenerate requires --data"):
         TrainRequest(out=tmp_path, features=tmp_path, regenerate=True)
+    with pytest.raises(ValueError, match="--resume and --overwrite exclude each other"):
+        TrainRequest(out=tmp_path, data=tmp_path, resume=True, overwrite=True)
     with pytest.raises(ValueError, match="data must be an existing path; got missing"):
         TrainRequest(out=tmp_path, data="missing")
 
@@ -181,6 +184,9 @@ def test_existing_folders_are_kept(
     errors = refused(*command(data, out, target, seed=3, max_steps=2))
     assert "--resume" in errors
     assert "--overwrite" in errors
+    with pytest.raises(ValueError, match="exists; add --resume or --overwrite"):
+        train_here(data, out, target, regenerate=True)
+    assert not out.with_name(f"{out.name}-regenerated.jsonl").exists()  # refused at once
     assert same_weights(read_weights(out), before)
     train(overwrite=True, seed=3, max_steps=2)
     assert not same_weights(read_weights(out), before)
