@@ -45,6 +45,10 @@ class WrappedRule(AcceptanceRule):
     def state_size(self) -> int:
         return self.rule.state_size + 1
 
+    def start(self, prompts: Sequence[Tensor]) -> Tensor:
+        own = torch.zeros(len(prompts), 1, device=prompts[0].device)
+        return torch.cat([self.rule.start(prompts), own], 1)
+
     def own_state(self, inputs: VerificationInputs) -> Tensor:
         """Return ``[B]``: the wrapper's own state."""
         assert inputs.state is not None
