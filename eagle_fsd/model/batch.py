@@ -168,7 +168,7 @@ class Batch:
         self._engines: dict[Hashable, Engine] = {}
         self._waiting: deque[Answer] = deque()
         self._places: dict[Answer, Engine] = {}
-        self._spent: dict[str, float] = {}  # seconds of engines that lost their rows
+        self._spent: dict[str, float] = {}  # seconds of engines that were dropped
 
     def __len__(self) -> int:
         """Return the number of answers that have not finished."""
@@ -184,8 +184,7 @@ class Batch:
         """Seconds by phase, see :data:`~eagle_fsd.model.stats.PHASES`."""
         total = dict(self._spent)
         for engine in self._engines.values():
-            for phase, spent in engine.clock.seconds.items():
-                total[phase] = total.get(phase, 0.0) + spent
+            _add_seconds(total, engine)
         return total
 
     @property
@@ -234,7 +233,7 @@ class Batch:
                     engine.clock.enter(None)  # time spent by the caller is not counted
                     engine.clock.collect()
                     self._retire(engine)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+        except RuntimeError as error:
             if not _out_of_memory(error):
                 raise
             if not self._pool.clear() and self.max_rows <= 1:
@@ -248,12 +247,11 @@ class Batch:
         """Cancel all answers, and let other batches of the same model have the engines."""
         for answer in (*self._waiting, *self._places):
             answer.finished = True
-        self._spent = self.seconds
         self._waiting.clear()
         self._places.clear()
-        engines, self._engines = self._engines, {}
+        engines = self._drop_engines(list(self._engines))
         if not self._failed:
-            for engine in engines.values():
+            for engine in engines:
                 self._pool.put(engine)
 
     def _prefill(self, engine: Engine) -> None:
@@ -313,7 +311,7 @@ class Batch:
                 if self.rows:
                     break  # there is enough memory when other answers have ended
                 if not freed:  # the caches hold the tokens of answers that have ended
-                    self._engines.clear()
+                    self._drop_engines(list(self._engines))
                     freed = True
                     continue
                 length = answer.request.max_length
@@ -360,8 +358,9 @@ class Batch:
         if engine is None:
             busy = set(self._places.values())
             idle = [key for key, other in self._engines.items() if other not in busy]
-            for key in idle[: len(idle) + 1 - MAX_IDLE_ENGINES]:  # the least recently used
-                self._pool.put(self._engines.pop(key))
+            unused = idle[: len(idle) + 1 - MAX_IDLE_ENGINES]  # the least recently used
+            for dropped in self._drop_engines(unused):
+                self._pool.put(dropped)
             engine = self._options.engine_for(request)
             if self._max_length is not None:
                 fitting = engine.fitting_rows(self._max_length)
@@ -387,9 +386,21 @@ class Batch:
         for answer, engine in self._places.items():
             answer.rule_state = engine.rule_state(answer)
         self._waiting.extendleft(reversed(self._places))
-        self._spent = self.seconds
         self._places.clear()
-        self._engines.clear()
+        self._drop_engines(list(self._engines))
+
+    def _drop_engines(self, keys: Sequence[Hashable]) -> list[Engine]:
+        """Remove and return engines, whose seconds still count."""
+        engines = [self._engines.pop(key) for key in keys]
+        for engine in engines:
+            _add_seconds(self._spent, engine)
+        return engines
+
+
+def _add_seconds(total: dict[str, float], engine: Engine) -> None:
+    """Add an engine's seconds by phase."""
+    for phase, spent in engine.clock.seconds.items():
+        total[phase] = total.get(phase, 0.0) + spent
 
 
 def _out_of_memory(error: Exception) -> bool:
