@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -132,8 +132,8 @@ class EagleFSD:
         dtype: str | torch.dtype | None = None,
         device_map: str | torch.device | dict[str, Any] | None = None,
         settings: str | Path | None = None,
-        tree: TreeConfig | None = None,
-        acceptance: AcceptanceConfig | None = None,
+        tree: TreeConfig | Mapping[str, Any] | None = None,
+        acceptance: AcceptanceConfig | Mapping[str, Any] | None = None,
         total_tokens: int | None = None,
         depth: int | None = None,
         top_k: int | None = None,
@@ -155,8 +155,8 @@ class EagleFSD:
             device_map: As in Hugging Face. Default: the GPU if there is one, else the CPU.
             settings: An ``fsd.json`` file with tree and acceptance options. Default: ``fsd.json``
                 beside the drafter; decoding is lossless if there is none.
-            tree: Shape of the draft tree; overrides ``settings``.
-            acceptance: Acceptance options; overrides ``settings``.
+            tree: Shape of the draft tree, as an object or a dictionary; overrides ``settings``.
+            acceptance: Acceptance options, as ``tree``; overrides ``settings``.
             total_tokens: Overrides this field of the tree; not allowed together with ``tree``.
             depth: As ``total_tokens``.
             top_k: As ``total_tokens``.
@@ -216,7 +216,7 @@ class EagleFSD:
         shape = {"total_tokens": total_tokens, "depth": depth, "top_k": top_k}
         if tree is not None or any(value is not None for value in shape.values()):
             model.tree = override(model.tree, "tree", tree, **shape)
-        model.acceptance = acceptance or model.acceptance
+        model.acceptance = override(model.acceptance, "acceptance", acceptance)
         return model
 
     @property
@@ -253,6 +253,7 @@ class EagleFSD:
             self.exact_tree, self.has_default_tree = settings.exact, False
         if settings.batch:
             self.batch_trees = {int(rows): tree for rows, tree in settings.batch.items()}
+            self.has_default_tree = False
         self.acceptance = self.acceptance.updated(**settings.acceptance)
         others = warn_of_other_models(settings, self.model, self.drafter, self.target.dtype)
         if settings.certificate is not None:
