@@ -93,7 +93,7 @@ class EnginePool:
 class EngineOptions:
     """What the engines of a batch consist of.
 
-    ``batch_trees`` are those of requests whose trees may vary, for so many rows or more.
+    ``batch_trees`` maps the least number of rows to the tree of requests that use batch trees.
     """
 
     target: Target
@@ -115,10 +115,10 @@ class EngineOptions:
             target,
             drafter,
             request.tree,
-            draw=request.decision.sampler.draw_draft if request.draws else None,
+            draw=request.decision.sampler.draw_draft if request.samples_chains else None,
             caches=self.caches,
             execution=self.execution,
-            batch_trees=self.batch_trees if request.varies and request.drafted else None,
+            batch_trees=self.batch_trees if request.uses_batch_trees and request.drafted else None,
         )
         engine.reuse_key = key
         return engine
@@ -145,7 +145,7 @@ class Batch:
     arrival, and every step advances all of them.
 
     A request waits until there is memory for it, see :mod:`~eagle_fsd.model.memory`. If memory runs
-    out all the same, the number of rows is halved, and the answers go on in smaller batches.
+    out nevertheless, the number of rows is halved, and all answers resume in smaller batches.
 
     Args:
         options: What its engines consist of. Those in the pool are dropped if memory is short.

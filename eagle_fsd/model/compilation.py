@@ -383,7 +383,7 @@ def _capture_stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device)
 
 
-def _drop_first(items: dict[Hashable, Any], most: int) -> None:
-    """Drop the first item of a dictionary that has more than so many."""
-    if len(items) > most:
+def _drop_first(items: dict[Hashable, Any], limit: int) -> None:
+    """Drop the first item of a dictionary that has more than ``limit``."""
+    if len(items) > limit:
         del items[next(iter(items))]

@@ -87,7 +87,7 @@ class EagleFSD:
         exact_tree: Shape of the draft tree of lossless calls, those with a threshold of 0.
             Assigning to :attr:`tree` sets it too.
         has_default_tree: Whether no argument, file or assignment has set a tree.
-        batch_trees: Shapes of the draft trees of lossless calls while so many prompts or more are
+        batch_trees: Shapes of the draft trees of lossless calls, by the least number of prompts
             decoded at once; the tokens do not depend on them. Assigning to :attr:`tree` clears
             them.
         compile: Whether the passes of drafter and target are compiled by ``torch.compile``, see
@@ -568,18 +568,18 @@ class EagleFSD:
         decision = request.decision
         tree = self.tree_for(decision.acceptance)
         sampled = decision.sampling.temperature > 0.0
-        draws = self.drafter.draws_chains and tree.top_k == 1 and sampled
+        samples_chains = self.drafter.draws_chains and tree.top_k == 1 and sampled
         return replace(
             request,
             tree=tree,
             # A tree that consists of its root is plain decoding.
             drafted=request.drafted and tree.total_tokens > 1,
-            varies=request.varies and not draws,
-            draws=draws,
+            uses_batch_trees=request.uses_batch_trees and not samples_chains,
+            samples_chains=samples_chains,
         )
 
     def _engine_options(self, rows: int = 1, caches: PrefixCache | None = None) -> EngineOptions:
-        """Return what engines consist of that decode so many prompts at once."""
+        """Return what engines that decode ``rows`` prompts at once consist of."""
         # Processes that decode together would have to compile at the same time.
         auto = self.compile == "auto" and self.target.group is None
         execution = ExecutionOptions(

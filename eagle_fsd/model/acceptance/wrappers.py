@@ -119,8 +119,7 @@ class PartialRule(WrappedRule, ABC):
 class DelayedRule(PartialRule):
     """Apply a rule after the first tokens of an answer.
 
-    They decide how an instruction is understood, and in which language and format the answer goes
-    on.
+    Those decide how an instruction is understood, and the language and format of the answer.
 
     Attributes:
         exact_first: Number of tokens of every answer that are decoded exactly.

@@ -64,7 +64,7 @@ class DraftState(ABC):
         return
 
     def show(self, rows: int) -> None:
-        """Let the next steps decode the first so many rows; by default, nothing."""
+        """Let the next steps decode the first ``rows`` rows; by default, nothing."""
         return
 
     def keys(self, max_length: int) -> Tensor | None:
