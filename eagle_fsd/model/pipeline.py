@@ -352,6 +352,7 @@ class EagleFSD:
                 config object.
             FloatingPointError: The target produced NaN or infinite logits, or a processor or
                 warper such scores or -inf for every token.
+            MemoryError: There is not enough memory for a prompt.
         """
         generation = self.stream(input_ids, attention_mask, max_new_tokens, **options)
         if streamer is not None:
