@@ -329,19 +329,20 @@ class Batch:
 
     def _make_room(self, engine: Engine, new: int, request: Request) -> bool:
         """Reserve memory for the last of some new rows; return whether there is enough."""
-        rows, length = len(engine.rows) + engine.joining + new, request.max_length
-        before, longest = engine.reserved
-        least = max(rows, before), max(length, longest)
-        if least == engine.reserved:
+        rows = len(engine.rows) + engine.joining + new
+        reserved_rows, reserved_length = engine.reserved
+        needed = max(rows, reserved_rows), max(request.max_length, reserved_length)
+        if needed == engine.reserved:
             return True
-        # Make room for those that follow, too, because what is cached is copied.
-        others = [item.request for item in itertools.islice(self._waiting, 1, self.max_rows)]
-        others = [item for item in others if item.engine_key == request.engine_key]
-        more = least
-        if rows > before:
-            most = max([least[1], *(item.max_length for item in others)])
-            more = max(rows, min(self.max_rows, max(2 * before, rows + len(others)))), most
-        for size in (more, least):
+        preferred = needed
+        if rows > reserved_rows:
+            # Make room for those that follow, too, because what is cached is copied.
+            others = [item.request for item in itertools.islice(self._waiting, 1, self.max_rows)]
+            others = [item for item in others if item.engine_key == request.engine_key]
+            longest = max([needed[1], *(item.max_length for item in others)])
+            expected_rows = min(self.max_rows, max(2 * reserved_rows, rows + len(others)))
+            preferred = max(rows, expected_rows), longest
+        for size in (preferred, needed):
             if self._fits(engine, *size):
                 engine.reserve(*size)
                 return True
