@@ -204,20 +204,12 @@ def read_options(
     given: dict[str, Any] = {**dict.fromkeys(DecodeOptions.__annotations__), **options}
     if unknown := given.keys() - DecodeOptions.__annotations__.keys():
         raise TypeError(f"unexpected keyword argument {min(unknown)!r}")
-    prefix_cache, rule = given["prefix_cache"], given["rule"]
+    prefix_cache = given["prefix_cache"]
     if prefix_cache is not None and not isinstance(prefix_cache, PrefixCache):
         raise ValueError(f"prefix_cache must be a PrefixCache; got {prefix_cache!r}")
     fields = {name: given[name] for name in SamplingConfig.model_fields}
     sampling = override(SamplingConfig(), "sampling", given["sampling"], **fields)
-    fields = {name: given[name] for name in ("threshold", "min_ratio", "divergence")}
-    # Together with the other options, so that a threshold beside another rule is rejected.
-    if isinstance(rule, str) and given["acceptance"] is None:
-        fields["rule"] = rule
-    acceptance = override(default, "acceptance", given["acceptance"], **fields)
-    if isinstance(rule, str):
-        acceptance, rule = acceptance.updated(rule=rule), None
-    elif rule is not None and not isinstance(rule, AcceptanceRule):
-        raise ValueError(f"rule must be an AcceptanceRule or the name of one; got {rule!r}")
+    acceptance, rule = _read_acceptance(default, given)
     if sampling.top_k > target.vocab_size:
         raise ValueError(
             f"top_k must be at most the vocabulary of {target.vocab_size} tokens;"
@@ -258,6 +250,23 @@ def read_options(
         criteria=StoppingCriteriaList(as_list("stopping_criteria", given["stopping_criteria"])),
         pad_token_id=limits.pad_token_id,
     )
+
+
+def _read_acceptance(
+    default: AcceptanceConfig, given: Mapping[str, Any]
+) -> tuple[AcceptanceConfig, AcceptanceRule | None]:
+    """Return the acceptance options of a call, and the rule object that replaces theirs, if any."""
+    rule = given["rule"]
+    fields = {name: given[name] for name in ("threshold", "min_ratio", "divergence")}
+    # Together with the other options, so that a threshold beside another rule is rejected.
+    if isinstance(rule, str) and given["acceptance"] is None:
+        fields["rule"] = rule
+    acceptance = override(default, "acceptance", given["acceptance"], **fields)
+    if isinstance(rule, str):
+        return acceptance.updated(rule=rule), None
+    if rule is not None and not isinstance(rule, AcceptanceRule):
+        raise ValueError(f"rule must be an AcceptanceRule or the name of one; got {rule!r}")
+    return acceptance, rule
 
 
 def override(
