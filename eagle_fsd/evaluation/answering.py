@@ -358,7 +358,7 @@ def answer_seed(seed: int, question_id: int | str, sample: int, turn: int) -> in
     draws the same answers.
     """
     key = json.dumps([seed, question_id, sample, turn])
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:7])
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
 
 
 @torch.inference_mode()

@@ -93,7 +93,7 @@ class EnginePool:
 class EngineOptions:
     """What the engines of a batch consist of.
 
-    ``batch_trees`` are those of requests whose trees may vary, for so many rows or more.
+    ``batch_trees`` maps the least number of rows to the tree of requests that use batch trees.
     """
 
     target: Target
@@ -115,10 +115,10 @@ class EngineOptions:
             target,
             drafter,
             request.tree,
-            draw=request.decision.sampler.draw_draft if request.draws else None,
+            draw=request.decision.sampler.draw_draft if request.samples_chains else None,
             caches=self.caches,
             execution=self.execution,
-            batch_trees=self.batch_trees if request.varies and request.drafted else None,
+            batch_trees=self.batch_trees if request.uses_batch_trees and request.drafted else None,
         )
         engine.reuse_key = key
         return engine
@@ -145,7 +145,7 @@ class Batch:
     arrival, and every step advances all of them.
 
     A request waits until there is memory for it, see :mod:`~eagle_fsd.model.memory`. If memory runs
-    out all the same, the number of rows is halved, and the answers go on in smaller batches.
+    out nevertheless, the number of rows is halved, and all answers resume in smaller batches.
 
     Args:
         options: What its engines consist of. Those in the pool are dropped if memory is short.
@@ -168,7 +168,7 @@ class Batch:
         self._engines: dict[Hashable, Engine] = {}
         self._waiting: deque[Answer] = deque()
         self._places: dict[Answer, Engine] = {}
-        self._spent: dict[str, float] = {}  # seconds of engines that lost their rows
+        self._spent: dict[str, float] = {}  # seconds of engines that were dropped
 
     def __len__(self) -> int:
         """Return the number of answers that have not finished."""
@@ -184,8 +184,7 @@ class Batch:
         """Seconds by phase, see :data:`~eagle_fsd.model.stats.PHASES`."""
         total = dict(self._spent)
         for engine in self._engines.values():
-            for phase, spent in engine.clock.seconds.items():
-                total[phase] = total.get(phase, 0.0) + spent
+            _add_seconds(total, engine)
         return total
 
     @property
@@ -234,7 +233,7 @@ class Batch:
                     engine.clock.enter(None)  # time spent by the caller is not counted
                     engine.clock.collect()
                     self._retire(engine)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+        except RuntimeError as error:
             if not _out_of_memory(error):
                 raise
             if not self._pool.clear() and self.max_rows <= 1:
@@ -248,12 +247,11 @@ class Batch:
         """Cancel all answers, and let other batches of the same model have the engines."""
         for answer in (*self._waiting, *self._places):
             answer.finished = True
-        self._spent = self.seconds
         self._waiting.clear()
         self._places.clear()
-        engines, self._engines = self._engines, {}
+        engines = self._drop_engines(list(self._engines))
         if not self._failed:
-            for engine in engines.values():
+            for engine in engines:
                 self._pool.put(engine)
 
     def _prefill(self, engine: Engine) -> None:
@@ -313,7 +311,7 @@ class Batch:
                 if self.rows:
                     break  # there is enough memory when other answers have ended
                 if not freed:  # the caches hold the tokens of answers that have ended
-                    self._engines.clear()
+                    self._drop_engines(list(self._engines))
                     freed = True
                     continue
                 length = answer.request.max_length
@@ -331,19 +329,20 @@ class Batch:
 
     def _make_room(self, engine: Engine, new: int, request: Request) -> bool:
         """Reserve memory for the last of some new rows; return whether there is enough."""
-        rows, length = len(engine.rows) + engine.joining + new, request.max_length
-        before, longest = engine.reserved
-        least = max(rows, before), max(length, longest)
-        if least == engine.reserved:
+        rows = len(engine.rows) + engine.joining + new
+        reserved_rows, reserved_length = engine.reserved
+        needed = max(rows, reserved_rows), max(request.max_length, reserved_length)
+        if needed == engine.reserved:
             return True
-        # Make room for those that follow, too, because what is cached is copied.
-        others = [item.request for item in itertools.islice(self._waiting, 1, self.max_rows)]
-        others = [item for item in others if item.engine_key == request.engine_key]
-        more = least
-        if rows > before:
-            most = max([least[1], *(item.max_length for item in others)])
-            more = max(rows, min(self.max_rows, max(2 * before, rows + len(others)))), most
-        for size in (more, least):
+        preferred = needed
+        if rows > reserved_rows:
+            # Make room for those that follow, too, because what is cached is copied.
+            others = [item.request for item in itertools.islice(self._waiting, 1, self.max_rows)]
+            others = [item for item in others if item.engine_key == request.engine_key]
+            longest = max([needed[1], *(item.max_length for item in others)])
+            expected_rows = min(self.max_rows, max(2 * reserved_rows, rows + len(others)))
+            preferred = max(rows, expected_rows), longest
+        for size in (preferred, needed):
             if self._fits(engine, *size):
                 engine.reserve(*size)
                 return True
@@ -360,8 +359,9 @@ class Batch:
         if engine is None:
             busy = set(self._places.values())
             idle = [key for key, other in self._engines.items() if other not in busy]
-            for key in idle[: len(idle) + 1 - MAX_IDLE_ENGINES]:  # the least recently used
-                self._pool.put(self._engines.pop(key))
+            unused = idle[: len(idle) + 1 - MAX_IDLE_ENGINES]  # the least recently used
+            for dropped in self._drop_engines(unused):
+                self._pool.put(dropped)
             engine = self._options.engine_for(request)
             if self._max_length is not None:
                 fitting = engine.fitting_rows(self._max_length)
@@ -387,9 +387,21 @@ class Batch:
         for answer, engine in self._places.items():
             answer.rule_state = engine.rule_state(answer)
         self._waiting.extendleft(reversed(self._places))
-        self._spent = self.seconds
         self._places.clear()
-        self._engines.clear()
+        self._drop_engines(list(self._engines))
+
+    def _drop_engines(self, keys: Sequence[Hashable]) -> list[Engine]:
+        """Remove and return engines, whose seconds still count."""
+        engines = [self._engines.pop(key) for key in keys]
+        for engine in engines:
+            _add_seconds(self._spent, engine)
+        return engines
+
+
+def _add_seconds(total: dict[str, float], engine: Engine) -> None:
+    """Add an engine's seconds by phase."""
+    for phase, spent in engine.clock.seconds.items():
+        total[phase] = total.get(phase, 0.0) + spent
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -6,7 +6,7 @@ allow. (DSBD, arXiv 2409.16560, samples its beams; here they are exact.)
 
 A step needs the target's distribution at the last token of each beam, which is known at the roots.
 Later, a beam may have left its tree; its score is an upper bound of its continuations' scores. If
-all selected continuations score above it, the step goes on, otherwise the replay ends.
+all selected continuations score above it, the replay continues, otherwise it ends.
 
 Shape letters: ``B`` prompts, ``K`` beams per prompt, ``R`` = ``B * K`` rows of the engine, ``N``
 tree nodes, ``F`` values of the features, ``C`` candidate tokens per node.
@@ -204,7 +204,7 @@ class BeamEngine(Engine):
     def advance(
         self, tree: DraftTree, features: Tensor, searches: Sequence[Search]
     ) -> list[Search]:
-        """Take over what the searches added to ``tree``, and return those that go on."""
+        """Commit what the searches added to ``tree``, and return the unfinished ones."""
         self.clock.enter("cache")
         live = [search for search in searches if not search.done]
         if not live:

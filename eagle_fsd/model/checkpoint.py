@@ -76,8 +76,8 @@ def load_head(
     bias = getattr(config, "bias", True) or FC_BIAS in weights
     with building_head(path):
         head = EagleHead(config, bias, dtype or target.dtype)
+        size = int(getattr(config, DRAFT_VOCAB_SIZE, None) or target.vocab_size)
     head = fill_head(path, head, target, weights)
-    size = getattr(config, DRAFT_VOCAB_SIZE, None) or target.vocab_size
     if size < target.vocab_size:
         file = drafter_file(path, RANKS_FILE, token)
         if file is None:

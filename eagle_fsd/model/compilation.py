@@ -80,7 +80,7 @@ def compiled(
 
 
 def renew_compiled(modules: Sequence[nn.Module], described: Description) -> None:
-    """Forget what was compiled for modules that have changed; functions of one run those before."""
+    """Forget what was compiled for each module if it, or one before it, has changed."""
     for count, module in enumerate(modules, 1):
         if _versions.get(module, (None,))[0] != described.structures[:count]:
             _versions[module] = described.structures[:count], {}
@@ -383,7 +383,7 @@ def _capture_stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device)
 
 
-def _drop_first(items: dict[Hashable, Any], most: int) -> None:
-    """Drop the first item of a dictionary that has more than so many."""
-    if len(items) > most:
+def _drop_first(items: dict[Hashable, Any], limit: int) -> None:
+    """Drop the first item of a dictionary that has more than ``limit``."""
+    if len(items) > limit:
         del items[next(iter(items))]

@@ -33,8 +33,8 @@ UNREAD = nn.Module().__dict__.keys() - {
 class Description:
     """What modules compute with.
 
-    ``structures`` are each module's parts, attributes, hooks and addresses of weights, without what
-    modules before it have, too; ``versions`` count changes in place.
+    ``structures`` are each module's parts, attributes, hooks and addresses of weights, without
+    those that it shares with modules before it; ``versions`` count changes in place.
     """
 
     structures: list[list[object]]

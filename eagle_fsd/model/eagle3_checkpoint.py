@@ -315,9 +315,8 @@ def _candidate_reads(
     if not found:
         return [default]
     # Doubt a numbering if the other one gives the layers that heads read by default.
-    if default not in found and default == tuple(
-        index - 1 if nested else index + 1 for index in found[0]
-    ):
+    difference = -1 if nested else 1
+    if default not in found and default == tuple(index + difference for index in found[0]):
         found.append(default)
     valid = [reads for reads in dict.fromkeys(found) if min(reads) >= 0 and max(reads) < layers]
     return valid or found

@@ -241,7 +241,7 @@ def _check_placement(
     if dtype is None:
         dtype = "auto" if uses_gpu else torch.float32
     path = Path(name)
-    is_file = path.suffix == ".gguf" and path.is_file()
+    is_file = path.suffix.lower() == ".gguf" and path.is_file()
     if path.is_absolute() and not path.is_dir() and not is_file:
         raise LoadError(f"cannot load the {role}: {name} is not a folder or a GGUF file")
     return dtype, device_map

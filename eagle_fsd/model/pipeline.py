@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -87,7 +87,7 @@ class EagleFSD:
         exact_tree: Shape of the draft tree of lossless calls, those with a threshold of 0.
             Assigning to :attr:`tree` sets it too.
         has_default_tree: Whether no argument, file or assignment has set a tree.
-        batch_trees: Shapes of the draft trees of lossless calls while so many prompts or more are
+        batch_trees: Shapes of the draft trees of lossless calls, by the least number of prompts
             decoded at once; the tokens do not depend on them. Assigning to :attr:`tree` clears
             them.
         compile: Whether the passes of drafter and target are compiled by ``torch.compile``, see
@@ -132,8 +132,8 @@ class EagleFSD:
         dtype: str | torch.dtype | None = None,
         device_map: str | torch.device | dict[str, Any] | None = None,
         settings: str | Path | None = None,
-        tree: TreeConfig | None = None,
-        acceptance: AcceptanceConfig | None = None,
+        tree: TreeConfig | Mapping[str, Any] | None = None,
+        acceptance: AcceptanceConfig | Mapping[str, Any] | None = None,
         total_tokens: int | None = None,
         depth: int | None = None,
         top_k: int | None = None,
@@ -155,8 +155,8 @@ class EagleFSD:
             device_map: As in Hugging Face. Default: the GPU if there is one, else the CPU.
             settings: An ``fsd.json`` file with tree and acceptance options. Default: ``fsd.json``
                 beside the drafter; decoding is lossless if there is none.
-            tree: Shape of the draft tree; overrides ``settings``.
-            acceptance: Acceptance options; overrides ``settings``.
+            tree: Shape of the draft tree, as an object or a dictionary; overrides ``settings``.
+            acceptance: Acceptance options, as ``tree``; overrides ``settings``.
             total_tokens: Overrides this field of the tree; not allowed together with ``tree``.
             depth: As ``total_tokens``.
             top_k: As ``total_tokens``.
@@ -216,7 +216,7 @@ class EagleFSD:
         shape = {"total_tokens": total_tokens, "depth": depth, "top_k": top_k}
         if tree is not None or any(value is not None for value in shape.values()):
             model.tree = override(model.tree, "tree", tree, **shape)
-        model.acceptance = acceptance or model.acceptance
+        model.acceptance = override(model.acceptance, "acceptance", acceptance)
         return model
 
     @property
@@ -253,6 +253,7 @@ class EagleFSD:
             self.exact_tree, self.has_default_tree = settings.exact, False
         if settings.batch:
             self.batch_trees = {int(rows): tree for rows, tree in settings.batch.items()}
+            self.has_default_tree = False
         self.acceptance = self.acceptance.updated(**settings.acceptance)
         others = warn_of_other_models(settings, self.model, self.drafter, self.target.dtype)
         if settings.certificate is not None:
@@ -351,6 +352,7 @@ class EagleFSD:
                 config object.
             FloatingPointError: The target produced NaN or infinite logits, or a processor or
                 warper such scores or -inf for every token.
+            MemoryError: There is not enough memory for a prompt.
         """
         generation = self.stream(input_ids, attention_mask, max_new_tokens, **options)
         if streamer is not None:
@@ -567,18 +569,18 @@ class EagleFSD:
         decision = request.decision
         tree = self.tree_for(decision.acceptance)
         sampled = decision.sampling.temperature > 0.0
-        draws = self.drafter.draws_chains and tree.top_k == 1 and sampled
+        samples_chains = self.drafter.draws_chains and tree.top_k == 1 and sampled
         return replace(
             request,
             tree=tree,
             # A tree that consists of its root is plain decoding.
             drafted=request.drafted and tree.total_tokens > 1,
-            varies=request.varies and not draws,
-            draws=draws,
+            uses_batch_trees=request.uses_batch_trees and not samples_chains,
+            samples_chains=samples_chains,
         )
 
     def _engine_options(self, rows: int = 1, caches: PrefixCache | None = None) -> EngineOptions:
-        """Return what engines consist of that decode so many prompts at once."""
+        """Return what engines that decode ``rows`` prompts at once consist of."""
         # Processes that decode together would have to compile at the same time.
         auto = self.compile == "auto" and self.target.group is None
         execution = ExecutionOptions(

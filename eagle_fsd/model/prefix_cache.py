@@ -32,7 +32,7 @@ class CachedRow:
 
 
 class RowCaches:
-    """The caches of an engine, which know their tokens; allocated by :meth:`reserve`."""
+    """The caches of an engine and the tokens that they hold; allocated by :meth:`reserve`."""
 
     spare = 0  # extra slots allocated when caches grow
 
@@ -121,7 +121,7 @@ class RowCaches:
         self.rows[row].used = self._touched
 
     def clear(self, row: int) -> None:
-        """Overwrite all that the caches hold of a row, even NaN, which no mask hides."""
+        """Overwrite a row of the caches with zeros: an additive mask would let NaNs through."""
         self.rows[row].truncate(0)
         for cache in self._caches:
             cache.clear(row)
@@ -136,7 +136,7 @@ class RowCaches:
 
 
 class PrefixCache(RowCaches):
-    """Caches that know their tokens, so that a prompt's known prefix is not processed again.
+    """Key-value caches that are kept from one turn of a chat to the next.
 
     Pass the same object to :meth:`~eagle_fsd.model.pipeline.EagleFSD.stream` with every turn of a
     chat. The prefix that the new prompt shares with the cached tokens is not processed again;

@@ -149,7 +149,7 @@ class Decision:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A prompt, and how it is to be continued."""
+    """A prompt and how to continue it."""
 
     tokens: list[int]  # of the prompt, without padding
     max_new_tokens: int
@@ -157,8 +157,8 @@ class Request:
     key: int = 0  # of the random numbers, see `random_numbers`
     tree: TreeConfig = field(default_factory=TreeConfig)
     drafted: bool = True  # otherwise decoding is plain
-    varies: bool = False  # whether the shape of the trees may follow the number of rows
-    draws: bool = False  # whether the trees are chains that are sampled
+    uses_batch_trees: bool = False  # whether the trees may depend on the number of rows
+    samples_chains: bool = False  # whether the trees are chains that are sampled
     eos_token_ids: list[int] = field(default_factory=list)
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
     pad_token_id: int | None = None
@@ -177,8 +177,8 @@ class Request:
         """Equal for requests that one engine decodes: equal trees, chains sampled equally."""
         if not self.drafted:
             return None
-        draw = (self.decision.sampling, self.decision.warpers) if self.draws else None
-        return self.tree, self.varies, draw
+        law = (self.decision.sampling, self.decision.warpers) if self.samples_chains else None
+        return self.tree, self.uses_batch_trees, law
 
     def of_prompt(
         self, ids: Tensor, tokens: list[int], limit: int, row: int = 0, rows: int = 1
@@ -204,20 +204,12 @@ def read_options(
     given: dict[str, Any] = {**dict.fromkeys(DecodeOptions.__annotations__), **options}
     if unknown := given.keys() - DecodeOptions.__annotations__.keys():
         raise TypeError(f"unexpected keyword argument {min(unknown)!r}")
-    prefix_cache, rule = given["prefix_cache"], given["rule"]
+    prefix_cache = given["prefix_cache"]
     if prefix_cache is not None and not isinstance(prefix_cache, PrefixCache):
         raise ValueError(f"prefix_cache must be a PrefixCache; got {prefix_cache!r}")
     fields = {name: given[name] for name in SamplingConfig.model_fields}
     sampling = override(SamplingConfig(), "sampling", given["sampling"], **fields)
-    fields = {name: given[name] for name in ("threshold", "min_ratio", "divergence")}
-    # Together with the other options, so that a threshold beside another rule is rejected.
-    if isinstance(rule, str) and given["acceptance"] is None:
-        fields["rule"] = rule
-    acceptance = override(default, "acceptance", given["acceptance"], **fields)
-    if isinstance(rule, str):
-        acceptance, rule = acceptance.updated(rule=rule), None
-    elif rule is not None and not isinstance(rule, AcceptanceRule):
-        raise ValueError(f"rule must be an AcceptanceRule or the name of one; got {rule!r}")
+    acceptance, rule = _read_acceptance(default, given)
     if sampling.top_k > target.vocab_size:
         raise ValueError(
             f"top_k must be at most the vocabulary of {target.vocab_size} tokens;"
@@ -253,11 +245,28 @@ def read_options(
         key=key or 0,
         drafted=options.get("method", "fsd") == "fsd",
         # The tokens of lossless decoding do not depend on the draft trees.
-        varies=rule is None and acceptance.lossless,
+        uses_batch_trees=rule is None and acceptance.lossless,
         eos_token_ids=model_end_tokens(target.model) if ends is None else end_tokens(ends),
         criteria=StoppingCriteriaList(as_list("stopping_criteria", given["stopping_criteria"])),
         pad_token_id=limits.pad_token_id,
     )
+
+
+def _read_acceptance(
+    default: AcceptanceConfig, given: Mapping[str, Any]
+) -> tuple[AcceptanceConfig, AcceptanceRule | None]:
+    """Return the acceptance options of a call, and the rule object that replaces theirs, if any."""
+    rule = given["rule"]
+    fields = {name: given[name] for name in ("threshold", "min_ratio", "divergence")}
+    # Together with the other options, so that a threshold beside another rule is rejected.
+    if isinstance(rule, str) and given["acceptance"] is None:
+        fields["rule"] = rule
+    acceptance = override(default, "acceptance", given["acceptance"], **fields)
+    if isinstance(rule, str):
+        return acceptance.updated(rule=rule), None
+    if rule is not None and not isinstance(rule, AcceptanceRule):
+        raise ValueError(f"rule must be an AcceptanceRule or the name of one; got {rule!r}")
+    return acceptance, rule
 
 
 def override(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -158,18 +157,21 @@ class Sampler:
         faults = None if self.on_device else torch.zeros_like(tree.tokens)
         if self.processors and faults is not None:
             processed = Distributions.of(self._process(tree, logits, prefixes, faults))
-        inputs = partial(VerificationInputs, tree, raw, processed, faults=faults)
         expanded = tree.draft_log_probs.shape[1] > 0
-        drawn: Tensor | None = tree.tokens
+        drawn = tree.tokens
         if self.greedy:
             if self.draw_from_draft and expanded:
                 drawn = self._at_nodes(tree, arg_max(tree.draft_log_probs))
-            return inputs(
-                processed,
-                Distributions.normalized(tree.draft_log_probs),
+            return VerificationInputs(
+                tree=tree,
+                raw=raw,
+                processed=processed,
+                warped=processed,
+                warped_draft=Distributions.normalized(tree.draft_log_probs),
                 # Two different logits can be equal after subtracting the normalizer.
-                arg_max(processed.logits),
-                drawn if self.draw_from_draft else None,
+                sampled=arg_max(processed.logits),
+                drawn=drawn if self.draw_from_draft else None,
+                faults=faults,
             )
         assert random is not None
         keys = random.node_keys(tree)
@@ -182,7 +184,6 @@ class Sampler:
             drawn = self._at_nodes(tree, drawn)
         if tree.sampled:  # the drafted tokens are draws already
             assert draft is not None
-            assert drawn is not None
             drafted = tree.tokens[:, 1:]
             drawn = torch.cat([drafted, drawn[:, -1:]], 1)
             points = torch.stack(
@@ -191,9 +192,17 @@ class Sampler:
             chain = SampledChain(warped, draft, tree.token_ids, drafted, points)
             followed = self.verify_chain(chain)
             sampled = torch.cat([followed, sampled[:, -1:]], 1)
-        uniforms = uniform(keys, Purpose.RULE).float() if self.draw_uniform else None
-        drawn = drawn if self.draw_from_draft else None
-        return inputs(warped, draft, sampled, drawn, uniforms)
+        return VerificationInputs(
+            tree=tree,
+            raw=raw,
+            processed=processed,
+            warped=warped,
+            warped_draft=draft,
+            sampled=sampled,
+            drawn=drawn if self.draw_from_draft else None,
+            uniform=uniform(keys, Purpose.RULE).float() if self.draw_uniform else None,
+            faults=faults,
+        )
 
     def _at_nodes(self, tree: DraftTree, drawn: Tensor) -> Tensor:
         """Convert ``[B, M]`` draws from the draft to ``[B, N]`` tokens of the target."""

@@ -278,7 +278,7 @@ class Target:
     def renew(self, states: Sequence[int]) -> None:
         """Register the hooks for hidden states and find plain layers, when the model changed."""
         self.register(states)
-        # Masks of plain layers are folded for so many query heads; 0 for other layers.
+        # Query heads per key head that masks of plain layers are folded for; 0 for other layers.
         self._plain_groups = query_groups(self.model) if is_plain_model(self.model) else 0
 
     def register(self, states: Sequence[int]) -> None:

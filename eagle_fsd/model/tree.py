@@ -208,7 +208,7 @@ def ancestor_matrix(parents: Tensor, max_depth: int) -> Tensor:
     above = identity.scatter(2, parents[:, :, None], 1.0)
     covered = 1  # edges upwards from each node
     while covered < max_depth:
-        above = (above @ above).clamp_max_(1.0)  # whole numbers up to N are exact
+        above = (above @ above).clamp_max_(1.0)  # integers up to N are exact
         covered *= 2
     return above > 0
 

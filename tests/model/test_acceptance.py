@@ -217,9 +217,12 @@ def _phase(
 ) -> tuple[list[int], float]:
     """Tokens kept without a gate between the markers, and the state after the step."""
     rule = PhaseRule(AcceptanceRule(), begin, end)
-    inputs = replace(inputs, state=rule.start([torch.tensor(prompt)]))
-    kept = verify(inputs, rule)
-    (after,) = rule.advance(inputs, kept)[0].tolist()
+    state = rule.start([torch.tensor(prompt)])
+    kept = verify(replace(inputs, state=state), rule)
+    after = rule.advance(replace(inputs, state=state), kept)[0].item()
+    for restricted in (LimitedRule(rule, ALWAYS), DelayedRule(rule, 0)):
+        state = restricted.start([torch.tensor(prompt)])
+        assert outcome(verify(replace(inputs, state=state), restricted)) == outcome(kept)
     return outcome(kept)[0], after
 
 

@@ -22,15 +22,10 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.model.attention import (
-    query_groups,
-)
+from eagle_fsd.model.attention import query_groups
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.target import Target
-
-HEADS, SIZE, QUERIES, KEYS = 8, 16, 7, 33
-GENERATOR = torch.Generator().manual_seed(0)
 
 
 def test_models_that_reject_folded_masks_keep_the_attention_of_transformers() -> None:

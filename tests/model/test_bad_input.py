@@ -30,7 +30,7 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-from eagle_fsd import AcceptanceConfig, EagleFSD, Prompt, SamplingConfig
+from eagle_fsd import AcceptanceConfig, EagleFSD, Prompt, SamplingConfig, TreeConfig
 from eagle_fsd.model.acceptance import RULES, MarginRule
 
 
@@ -153,6 +153,11 @@ def test_options_may_have_other_forms() -> None:
         found = pair.generate(ids, mask, 16, **given).sequences
         assert torch.equal(found, pair.generate(ids, mask, 16, **usual).sequences), given
         assert not torch.equal(found, plain), given
+    loaded = EagleFSD.from_pretrained(
+        pair.model, pair.drafter, tree={"depth": 2}, acceptance={"threshold": ACCEPT_ALL}
+    )
+    assert loaded.tree == TreeConfig(depth=2)
+    assert loaded.acceptance == AcceptanceConfig(threshold=ACCEPT_ALL)
 
 
 def test_tree_wider_than_the_vocabulary_raises() -> None:

@@ -388,6 +388,7 @@ CONFIGS = [
     '{"hidden_size": "32"}',
     '{"hidden_size": 32, "vocab_size": 96, "num_attention_heads": 5}',
     '{"model_type": "gpt2", "n_embd": 32, "n_head": 4, "vocab_size": 96}',
+    '{"hidden_size": 32, "vocab_size": 96, "num_attention_heads": 4, "draft_vocab_size": "all"}',
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,12 +39,15 @@ def test_tree_is_chosen_once_unless_one_is_given(
     pair = aligned_pair()
     file = tmp_path / "eagle_fsd" / "trees.json"
 
-    def fitted(**options: int) -> EagleFSD:
+    def fitted(**options: Any) -> EagleFSD:
         model = EagleFSD.from_pretrained(pair.model, pair.drafter, **options)
         fit_tree(model)
         return model
 
     assert fitted(depth=3).tree.depth == 3
+    settings = tmp_path / "fsd.json"
+    settings.write_text('{"batch": {"4": {"depth": 3}}}')
+    assert fitted(settings=settings).batch_trees == {4: TreeConfig(depth=3)}
     bundled = EagleFSD.from_pretrained()  # has fsd.json
     tree = bundled.tree
     fit_tree(bundled)

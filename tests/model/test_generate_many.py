@@ -198,6 +198,7 @@ def test_batch_is_limited_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         expected = pair.generate(prompt(11, number), max_new_tokens=30).sequences[0, 11:]
         assert answer.tokens == expected.tolist()
     assert rejected.finished
+    assert batch.seconds["draft"] > 0.0
     assert re.search(
         r"249 tokens .* \d\.\d\d GiB on cpu, where \d\.\d\d are free", str(rejected.error)
     )

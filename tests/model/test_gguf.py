@@ -74,6 +74,8 @@ def test_a_file_is_a_target(
     prompt = torch.tensor([ids])
     answer = pair.generate(prompt, max_new_tokens=16)
     assert answer.sequences.equal(greedy_reference(pair.model, prompt, new=16))
+    file = file.rename(tmp_path / "TINY.GGUF")
+    assert load_target(file).config.name_or_path == str(file)
     again = load_target(tmp_path, "auto")
     assert again.dtype == load_embeddings(tmp_path, "auto").dtype == torch.bfloat16
     status, text, _ = run(

@@ -44,10 +44,12 @@ def divergences(inputs: VerificationInputs, name: str, warped: bool = False) -> 
     known = (tree.draft_rows >= 0) & tree.has_children()
     nodes = known.long().argsort(dim=1, descending=True, stable=True)
     if known.device.type == "cpu" and not torch.compiler.is_compiling():
-        most = int(known.sum(1).max())  # the host can read it without waiting
-    else:  # There are at most `max_depth` nodes on the path to a leaf, so many nodes are leaves.
-        most = min(expanded, tree.size - -(-(tree.size - 1) // tree.max_depth))
-    nodes = nodes[:, :most]
+        count = int(known.sum(1).max())  # the host can read it without waiting
+    else:
+        # Every node below the root is one of at most `max_depth` on the path to a leaf.
+        least_leaves = -(-(tree.size - 1) // tree.max_depth)
+        count = min(expanded, tree.size - least_leaves)
+    nodes = nodes[:, :count]
     result.scatter_(1, nodes, _between(inputs, nodes, name, warped))
     return torch.where(known, result, torch.inf)
 

@@ -45,6 +45,10 @@ class WrappedRule(AcceptanceRule):
     def state_size(self) -> int:
         return self.rule.state_size + 1
 
+    def start(self, prompts: Sequence[Tensor]) -> Tensor:
+        own = torch.zeros(len(prompts), 1, device=prompts[0].device)
+        return torch.cat([self.rule.start(prompts), own], 1)
+
     def own_state(self, inputs: VerificationInputs) -> Tensor:
         """Return ``[B]``: the wrapper's own state."""
         assert inputs.state is not None
@@ -115,8 +119,7 @@ class PartialRule(WrappedRule, ABC):
 class DelayedRule(PartialRule):
     """Apply a rule after the first tokens of an answer.
 
-    They decide how an instruction is understood, and in which language and format the answer goes
-    on.
+    Those decide how an instruction is understood, and the language and format of the answer.
 
     Attributes:
         exact_first: Number of tokens of every answer that are decoded exactly.

@@ -37,8 +37,7 @@ class DraftState(ABC):
     def use(self, tree: TreeConfig) -> None:
         """Change the shape of the trees; by default, nothing.
 
-        ``tree`` is not deeper than that of :meth:`Drafter.start`, and without levels if it consists
-        of its root.
+        ``tree`` is at most as deep as that of :meth:`Drafter.start`, and may have a single node.
         """
         return
 
@@ -64,7 +63,7 @@ class DraftState(ABC):
         return
 
     def show(self, rows: int) -> None:
-        """Let the next steps decode the first so many rows; by default, nothing."""
+        """Let the next steps decode the first ``rows`` rows; by default, nothing."""
         return
 
     def keys(self, max_length: int) -> Tensor | None:
@@ -84,14 +83,14 @@ class DraftState(ABC):
         """
 
     def commit(self, features: Tensor, kept: Verification) -> None:
-        """Take over the tokens that verification kept; by default, nothing.
+        """Record the tokens that verification kept; by default, nothing.
 
         ``features`` ``[B, N, F]`` are the hidden states that the drafter reads, at every node.
         """
         return
 
     def observe(self, tokens: list[list[int]]) -> None:
-        """Take over each row's new tokens, once they are on the host; by default, nothing."""
+        """Receive each row's new tokens, once they are on the host; by default, nothing."""
         return
 
     def copy_rows(self, source: Sequence[int], target: Sequence[int]) -> None:

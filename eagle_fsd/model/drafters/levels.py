@@ -181,7 +181,7 @@ class LevelState(DraftState):
         lengths.copy_(last.clamp_min(0) if self.shift else last + 1)
         pending.fill_(1)
         tokens[:, 0] = torch.tensor([prompt[-1] for prompt in prompts])
-        features.zero_()  # no mask hides NaN from a row before
+        features.zero_()  # clear NaNs of an earlier row: an additive mask would let them through
 
     def _part(self, first: int, count: int) -> list[Tensor]:
         return [tensor[first : first + count] for tensor in self._rows]
