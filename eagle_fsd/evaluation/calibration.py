@@ -35,11 +35,12 @@ from eagle_fsd.evaluation import engines
 from eagle_fsd.evaluation.certificate import (
     Verdict,
     certificate_of,
-    check_questions,
+    check_scores,
     conclude,
     count_unscored_as_wrong,
     outcomes,
     split_questions,
+    warn_of_few,
     without_repeated,
 )
 from eagle_fsd.evaluation.config import (
@@ -96,7 +97,7 @@ ROUNDS: tuple[tuple[int | None, int], ...] = ((16, 6), (64, 3), (None, 3))
 #: Groups of prompts on which speeds are measured.
 RACE_GROUPS = 24
 #: Files with the ids of the questions of both stages, the names of the settings to choose from, and
-#: whether passes are compiled; and with the bounds, the tree of exact decoding and the settings to
+#: how answers are decoded; and with the bounds, the tree of exact decoding and the settings to
 #: test, fixed before a fresh question is answered.
 QUESTIONS_FILE, TESTS_FILE = "questions.json", "tests.json"
 #: Advice where a calibration cannot be resumed.
@@ -272,8 +273,10 @@ def prepare(
             regret = selection.select_regret
             measure = "agreement" if regret is None else "regret"
             selecting = selecting[0], config.updated(measure=measure, max_regret=regret)
-    scored, state = config.measure == "accuracy", start_processes()
-    warnings = [check_questions(bounds, fresh, request.execute_code, scored)]
+    for part, stage in ((used, selecting[1]), (fresh, config)):
+        if stage.measure == "accuracy":
+            check_scores(part, request.execute_code)
+    state, warnings = start_processes(), [warn_of_few(bounds, fresh)]
     folder = request.output_folder("calibrate")
     with state.main_process_first():
         check_folder(folder, used, fresh, methods, bool(request.compile), config, selecting[1])
@@ -472,23 +475,27 @@ def check_folder(
     fresh: Sequence[Question],
     methods: Sequence[Method],
     compiled: bool,
-    measure: MeasureConfig,
+    config: CalibrationConfig,
     selecting: MeasureConfig,
 ) -> None:
     """Raise a ValueError if a folder holds another calibration; record what this one chooses from.
 
     A calibration cannot grow: with more questions, some that certified settings would select them,
-    and with more settings, the tests that were fixed would not be those of the best ones.
+    and with more settings, the tests that were fixed would not be those of the best ones. Other
+    options of decoding would replace the trees, without which it cannot be resumed.
     """
+    measure_names = set(MeasureConfig.model_fields)
     plan: dict[str, Any] = {
         "selection": [question.question_id for question in used],
         "certificate": [question.question_id for question in fresh],
         "settings": [method.name for method in methods],
         "compiled": compiled,
     }
-    if measure.measure != "accuracy":
-        plan["measure"] = measure.measured
-    if selecting.measured != measure.measured:
+    if decoding := config.model_dump(exclude=measure_names, exclude_defaults=True):
+        plan["decoding"] = decoding
+    if config.measure != "accuracy":
+        plan["measure"] = config.measured
+    if selecting.measured != config.measured:
         plan["selection_measure"] = selecting.measured
     file = folder / QUESTIONS_FILE
     if not (file.exists() and (folder / TREES_FILE).exists()):
@@ -497,8 +504,8 @@ def check_folder(
     elif json.loads(file.read_text(encoding="utf-8")) != plan:
         raise ValueError(
             f"{folder} holds a calibration on other questions (or with another --count), with"
-            f" other settings to choose from, another --compile, --measure or --select-regret:"
-            f" {OTHER_QUESTIONS}"
+            " other settings to choose from, other options of decoding, another --compile,"
+            f" --measure or --select-regret: {OTHER_QUESTIONS}"
         )
 
 

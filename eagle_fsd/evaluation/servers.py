@@ -18,8 +18,9 @@ from eagle_fsd.evaluation.batches import Reply
 from eagle_fsd.evaluation.certificate import (
     Verdict,
     certificate_of,
-    check_questions,
+    check_scores,
     count_unscored_as_wrong,
+    warn_of_few,
 )
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, ServerOptions
 from eagle_fsd.evaluation.plots import draw_figures
@@ -228,7 +229,8 @@ def evaluate_servers(
     if options.certify is not None:
         read_settings(options.certify)  # before hours of requests
         questions = list(map(count_unscored_as_wrong, questions))
-        if warning := check_questions(options, questions, request.execute_code):
+        check_scores(questions, request.execute_code)
+        if warning := warn_of_few(options, questions):
             log.warning("%s", warning)
     servers = [ComparedServer.find(item, options.server_model) for item in options.servers]
     evaluation = ServerEvaluation(servers, questions, request, config, folder)

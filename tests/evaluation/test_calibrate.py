@@ -28,10 +28,11 @@ from eagle_fsd.evaluation.calibration import (
 from eagle_fsd.evaluation.certificate import (
     MAX_TESTS,
     Verdict,
-    check_questions,
+    check_scores,
     conclude,
     count_unscored_as_wrong,
     split_questions,
+    warn_of_few,
 )
 from eagle_fsd.evaluation.config import (
     CalibrationConfig,
@@ -258,13 +259,13 @@ def test_what_cannot_be_calibrated_is_rejected_early(run: Run) -> None:
         ),
         (0.0, "; use a --max-drop above 0"),
     ):
-        assert str(check_questions(LossBounds(max_drop=max_drop), scored, False)).endswith(warning)
+        assert str(warn_of_few(LossBounds(max_drop=max_drop), scored)).endswith(warning)
     for asked, words in (
         (questions(1), "have no score.*--measure agreement"),
         ([Question(0, "c", ("?",), "code", "")], "--execute-code"),
     ):
         with pytest.raises(ValueError, match=words):
-            check_questions(BOUNDS, asked, False)
+            check_scores(asked, False)
     for values, words in (
         ({"max_drop": 101.0}, r"max_drop must be a number in \[0, 100\]; got 101.0"),
         ({"confidence": 1.0}, r"confidence must be a number in \[0.5, 0.9999\]"),
@@ -327,6 +328,10 @@ def test_a_folder_holds_one_calibration(tmp_path: Path) -> None:
     for measures in ((agreement, agreement), (CONFIG, agreement)):
         with pytest.raises(ValueError, match="another --compile, --measure or --select-regret"):
             check_folder(folder, *split_questions(asked[:20]), names, False, *measures)
+    for changes in ({"batch": 4}, {"temperature": 1.0}, {"answer_batch": 32}):
+        config = CONFIG.updated(**changes)
+        with pytest.raises(ValueError, match="other options of decoding"):
+            check_folder(folder, *split_questions(asked[:20]), names, False, config, config)
     assert not read_tests(folder, BOUNDS)
     fixed = {"bounds": BOUNDS.model_dump(), "exact": TREE.model_dump(), "tests": ["b", "a"]}
     (folder / "tests.json").write_text(json.dumps(fixed))
@@ -536,6 +541,9 @@ def test_questions_without_references_certify_agreement_and_regret(
     assert (certificate.measure, certificate.questions) == ("accuracy on bundled", 13)
     with pytest.raises(ValueError, match="leaves no other question"):
         calibrated(EvaluationRequest(count=10, out=tmp_path), 50.0, selection=selection)
+    write_lines(file, [{"task_id": "f", "prompt": "def f():", "entry_point": "f", "test": "t"}])
+    with pytest.raises(ValueError, match="use --execute-code"):
+        calibrated(request, 50.0, selection=selection)
 
 
 @pytest.mark.slow
