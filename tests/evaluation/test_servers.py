@@ -141,6 +141,8 @@ def test_invalid_comparisons_are_rejected(run: Run, tmp_path: Path) -> None:
         (("--server", url, "--server", other, "--threshold", "0.1"), "where they start"),
         (("--server", url, "--server", other, "--target", "x"), "target does not affect"),
         (("--certify", tmp_path / "fsd.json"), "--certify requires two servers"),
+        (("--max-drop", "2"), "--max-drop requires --server"),
+        (("--judge-mode", "pair"), "--judge-mode pair requires --judge-base-url"),
         (("--server", url, "--server", other, "--server-model", "x"), "lists stub; got"),
     ):
         status, _, errors = run("evaluate", "--out", tmp_path / "out", *options)
