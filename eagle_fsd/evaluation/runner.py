@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import time
@@ -15,7 +16,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -183,29 +183,8 @@ class Evaluation(ABC):
     def report(self, progress: Progress | None = None) -> Report:
         """Score the answers and summarize them in a row per method."""
         records = self.merge()
+        scores = self._score(records, progress)
         count = self.config.samples * self.config.seeds
-        total, done = count * sum(map(len, records.values())), 0
-
-        def advance(*_: int) -> None:
-            nonlocal done
-            done += 1
-            if progress is not None:
-                progress(done, total)
-
-        run = CachedRunner(self.folder / PROGRAMS_FILE, self.unsafe) if self.execute_code else None
-
-        def score_sample(found: Sequence[Record], sample: int) -> dict[int | str, bool]:
-            own = sample_records(found, sample)
-            if self.scored:
-                return score_records(self.questions, own, advance, run)
-            assert isinstance(self.config, MeasureConfig)
-            exact = sample_records(records[self.reference], sample)
-            return preserved_answers(own, exact, self.config)
-
-        scores = {
-            name: [score_sample(found, sample) for sample in range(count)]
-            for name, found in records.items()
-        }
         ids = {record["session"] for found in records.values() for record in found}
         sessions = read_sessions(self.folder, ids)
         newest = list(sessions.values())[-1] if sessions else self.provenance
@@ -221,7 +200,7 @@ class Evaluation(ABC):
             name = row["method"]
             row["settings"] = self.describe(name, filled)
             each = (sample_records(records[name], sample) for sample in range(count))
-            row["harness"] = harness_accuracy(published, list(chain.from_iterable(each)))
+            row["harness"] = harness_accuracy(published, list(itertools.chain.from_iterable(each)))
             exact = None if name == self.reference else scores.get(self.reference)
             found = summarize_samples(scores[name], self.config.seeds, exact)
             if count > 1 and found is not None:
@@ -237,6 +216,33 @@ class Evaluation(ABC):
             **limit_losses(rows),
             "rows": rows,
             "written": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+        }
+
+    def _score(
+        self, records: Mapping[str, Sequence[Record]], progress: Progress | None
+    ) -> dict[str, list[dict[int | str, bool]]]:
+        """Return the scores of each sample of every method's answers."""
+        count = self.config.samples * self.config.seeds
+        samples = {
+            name: [sample_records(found, sample) for sample in range(count)]
+            for name, found in records.items()
+        }
+        if isinstance(self.config, MeasureConfig) and not self.scored:
+            config, exact = self.config, samples[self.reference]
+            return {
+                name: [preserved_answers(*pair, config) for pair in zip(own, exact, strict=True)]
+                for name, own in samples.items()
+            }
+        run = CachedRunner(self.folder / PROGRAMS_FILE, self.unsafe) if self.execute_code else None
+        total, done = count * sum(map(len, records.values())), itertools.count(1)
+
+        def advance() -> None:
+            if progress is not None:
+                progress(next(done), total)
+
+        return {
+            name: [score_records(self.questions, sample, run, advance) for sample in own]
+            for name, own in samples.items()
         }
 
     def _unscored(self) -> str | None:
