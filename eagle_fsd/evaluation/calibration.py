@@ -81,7 +81,7 @@ from eagle_fsd.evaluation.selection import (
     plan_settings,
 )
 from eagle_fsd.evaluation.settings_file import settings_files, settings_values
-from eagle_fsd.evaluation.tables import Row, Table
+from eagle_fsd.evaluation.tables import Row, Table, number_text
 from eagle_fsd.model.config import Settings, TreeConfig
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.files import atomic_write
@@ -459,11 +459,11 @@ def selection_table(task: Task) -> Table:
             [
                 row["method"] + (f" (test {number})" if number else ""),
                 str(row["scored"]),
-                f"{row['tau']:.2f}",
-                f"{row['accuracy']:.1%}" if row["accuracy"] is not None else "",
+                number_text(row["tau"], ".2f"),
+                number_text(row["accuracy"], ".1%"),
                 f"{against['lost']}/{against['gained']}" if "lost" in against else "",
-                f"{row['tokens_per_second']:.1f}" if row["tokens_per_second"] else "",
-                f"{row['speed_over_exact']:.2f}" if row["speed_over_exact"] else "",
+                number_text(row["tokens_per_second"], ".1f"),
+                number_text(row["speed_over_exact"], ".2f"),
             ]
         )
     return headers, cells

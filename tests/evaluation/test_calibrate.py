@@ -52,6 +52,7 @@ from eagle_fsd.evaluation.search.workload import Workload
 from eagle_fsd.evaluation.selection import (
     CALIBRATED_RULES,
     Setting,
+    add_rows,
     candidate_methods,
     chance,
     check_accuracy,
@@ -144,6 +145,17 @@ def test_settings_with_the_largest_expected_gain_remain() -> None:
         assert kept(count, 5.0, 50, **losses) == list(expected)
     trees = {"a_chain": 0, "b_chain": 2, "a_bushy": 0, "b_bushy": 0}
     assert kept(4, 1.0, 100, **trees) == ["a-chain", "b-bushy"]
+
+
+def test_rows_of_several_rounds_are_added_up() -> None:
+    """Tau is the number of all tokens divided by that of all target passes."""
+    rows: dict[str, Row] = {}
+    for tokens, tau, accuracy in ((300, 3.0, 0.5), (200, 4.0, 1.0)):
+        add_rows(rows, [{**row("a", 150, 2), "tokens": tokens, "tau": tau, "accuracy": accuracy}])
+    found = rows["a"]
+    assert found["tau"] == pytest.approx(500 / (100 + 50))
+    assert (found["tokens"], found["scored"], found["accuracy"]) == (500, 2000, 0.75)
+    assert found["against_exact"] == {"lost": 4, "gained": 0, "paired": 2000}
 
 
 def tree_plan(**trees: Sequence[tuple[TreeConfig, float]]) -> TreePlan:
@@ -529,6 +541,7 @@ def test_questions_without_references_certify_agreement_and_regret(
     name = "answers with a regret of at most 0.013 nats per token"
     assert certificate.measure == f"{name} on questions.jsonl"
     assert f"points of {name} relative" in found.conclusion
+    assert f"Limits on the loss of {name} are exact" in report_text(found.report)
     assert found.report["calibration"]["about"]["accuracy_exact"] == 1.0
     # They select by regret a setting that scored questions certify.
     request = EvaluationRequest(count=20, skip=8, out=tmp_path / "accuracy")
