@@ -186,13 +186,12 @@ class Task:
         if folder:
             unused |= {"judge_base_url": None, "baseline": None, "assistant": None}
         return run_evaluation(
+            Loaded(self.model, questions),
+            methods,
             request.model_copy(update=unused),
             config.updated(batch=config.answer_batch),
-            methods,
-            self.folder / folder,
-            None,
-            Hooks(self.progress, on_report=on_report),
-            Loaded(self.model, questions),
+            folder=self.folder / folder,
+            hooks=Hooks(self.progress, on_report=on_report),
         )
 
 
@@ -291,7 +290,18 @@ def prepare(
         log.warning("%s", warning)
     if engine:
         engines.ENGINES[engine].check(model)
-    return Task(request, config, selecting, bounds, engine, progress, methods, model, used, fresh)
+    return Task(
+        request=request,
+        config=config,
+        selecting=selecting,
+        bounds=bounds,
+        engine=engine,
+        progress=progress,
+        methods=methods,
+        model=model,
+        used=used,
+        fresh=fresh,
+    )
 
 
 def select(task: Task) -> None:

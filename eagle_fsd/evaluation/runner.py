@@ -158,9 +158,15 @@ class Evaluation(ABC):
             for question in self.questions
         }
         for name in self.names:
-            made_from = {**inputs, **self.describe(name)}
-            share = self.process, self.processes
-            self.stores[name] = AnswerStore(self.folder, name, made_from, questions, *share).open()
+            store = AnswerStore(
+                self.folder,
+                name,
+                fingerprint_inputs={**inputs, **self.describe(name)},
+                questions=questions,
+                process=self.process,
+                processes=self.processes,
+            )
+            self.stores[name] = store.open()
 
     def answer(self, progress: Progress | None = None) -> None:
         """Answer this process's share of the questions, except for those that have answers."""
@@ -295,7 +301,16 @@ class PairEvaluation(Evaluation):
             "draft_vocabulary": request.draft_vocabulary,
         }
         names = [method.name for method in methods]
-        super().__init__(names, questions, request, config, folder, source, process, processes)
+        super().__init__(
+            names,
+            questions,
+            request,
+            config,
+            folder=folder,
+            source=source,
+            process=process,
+            processes=processes,
+        )
         self.model, self.methods = model, {method.name: method for method in methods}
         self.chat_template = evaluation_template(
             model.tokenizer, request.chat_template, request.few_shot
@@ -414,45 +429,49 @@ def evaluate(
         JudgeError: The judge failed; the report is written without its ratings.
         ValueError: The output folder is in use, damaged or holds answers with other settings.
     """
-    chosen = find_methods(methods)
-    folder = request.output_folder("evaluate")
+    config, chosen = config or EvaluationConfig(), find_methods(methods)
+    folder, names = request.output_folder("evaluate"), [method.name for method in chosen]
+    questions = checked_questions(request, config, progress, names)
+    loaded = Loaded(load_share(request, settings), questions)
 
     def draw(_: Evaluation, report: Report) -> None:
         draw_figures(report, folder)
 
     hooks = Hooks(progress, on_report=draw, on_finish=on_report or ignore)
-    return run_evaluation(request, config or EvaluationConfig(), chosen, folder, settings, hooks)
+    return run_evaluation(loaded, chosen, request, config, folder=folder, hooks=hooks)
 
 
 def run_evaluation(
+    loaded: Loaded,
+    methods: Sequence[Method],
     request: EvaluationRequest,
     config: EvaluationConfig,
-    methods: Sequence[Method],
+    *,
     folder: Path,
-    settings: Settings | None,
     hooks: Hooks,
-    loaded: Loaded | None = None,
 ) -> Report | None:
     """Run an evaluation in ``folder``; see :func:`evaluate` for what it returns and raises.
 
-    ``loaded`` replaces the pair and the questions that the request names, which are not checked.
+    The pair and the questions are those of ``loaded``, whatever the request names.
     """
-    state = start_processes()
-    if loaded is None:
-        names = [method.name for method in methods]
-        asked = checked_questions(request, config, hooks.progress, names)
-        loaded = Loaded(load_share(request, settings), asked)
-    model, questions = loaded.model, loaded.questions
+    state, model = start_processes(), loaded.model
     model.compile = bool(request.compile)
-    chosen = find_methods(methods)
-    decoded = decoded_methods(chosen, model)
-    skipped = [method.name for method in chosen if method not in decoded]
+    decoded = decoded_methods(methods, model)
+    skipped = [method.name for method in methods if method not in decoded]
     if skipped and state.is_main_process:
         log.warning("%s", SKIPPED)
     baseline = baseline_methods(model, request.assistant) if request.baseline else []
     compared = find_methods([*baseline, *decoded])
-    share = state.process_index, state.num_processes
-    evaluation = PairEvaluation(model, questions, compared, request, config, folder, *share)
+    evaluation = PairEvaluation(
+        model,
+        loaded.questions,
+        compared,
+        request,
+        config,
+        folder=folder,
+        process=state.process_index,
+        processes=state.num_processes,
+    )
     return conduct(evaluation, request, hooks, skipped)
 
 

@@ -180,7 +180,7 @@ class ServerEvaluation(Evaluation):
         listed = [f"{item.name}={item.endpoint.redacted_url}" for item in servers]
         source = {"target": servers[0].endpoint.model, "drafter": None, "servers": listed}
         names = [item.name for item in servers]
-        super().__init__(names, questions, request, config, folder, source)
+        super().__init__(names, questions, request, config, folder=folder, source=source)
         self.servers = {item.name: item for item in servers}
         self.reference = servers[0].name
         self.provenance |= {"dtype": "unknown", "device": "servers", "servers": listed}
@@ -233,7 +233,7 @@ def evaluate_servers(
         if warning := warn_of_few(options, questions):
             log.warning("%s", warning)
     servers = [ComparedServer.find(item, options.server_model) for item in options.servers]
-    evaluation = ServerEvaluation(servers, questions, request, config, folder)
+    evaluation = ServerEvaluation(servers, questions, request, config, folder=folder)
 
     def extend(_: Evaluation, report: Report) -> None:
         report["reference"] = evaluation.reference

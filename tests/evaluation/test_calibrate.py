@@ -46,6 +46,7 @@ from eagle_fsd.evaluation.markdown_report import report_text
 from eagle_fsd.evaluation.methods import Method
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import requested_questions
+from eagle_fsd.evaluation.runner import Hooks
 from eagle_fsd.evaluation.search.prediction import Candidate
 from eagle_fsd.evaluation.search.search import TreePlan
 from eagle_fsd.evaluation.search.workload import Workload
@@ -392,8 +393,15 @@ class Machine:
         self.answered: list[tuple[list[str], bool]] = []
         self.raced_compiled: bool | None = None
 
-    def run_evaluation(self, *arguments: Any) -> dict[str, Any]:
-        request, _, compared, folder, _, hooks, _ = arguments
+    def run_evaluation(
+        self,
+        _: object,
+        compared: Sequence[Method],
+        request: EvaluationRequest,
+        __: object,
+        folder: Path,
+        hooks: Hooks,
+    ) -> dict[str, Any]:
         names = [method.name for method in compared]
         self.answered.append((names, bool(request.compile)))
         in_round = folder.name.startswith("round-")
