@@ -514,23 +514,11 @@ def checked_questions(
     progress: ProgressFactory,
     methods: Collection[str] = (EXACT.name,),
 ) -> list[Question]:
-    """Read the requested questions; see :func:`check_request` for the exceptions."""
-    with start_processes().main_process_first(), progress("downloading") as advance:
-        questions = requested_questions(request, config.seed, advance)
-        check_request(request, config, methods, questions)
-    return questions
+    """Read the requested questions.
 
-
-def check_request(
-    request: EvaluationRequest,
-    config: EvaluationConfig,
-    methods: Collection[str],
-    questions: Sequence[Question],
-) -> None:
-    """Raise an exception, before hours of decoding, where a later stage would fail.
-
-    Checks options that contradict each other, the grader (on an empty answer), the judge's prompts,
-    which are downloaded if necessary, and the sandbox.
+    An exception is raised, before hours of decoding, where a later stage would fail: for options
+    that contradict each other, the grader (on an empty answer), the judge's prompts, which are
+    downloaded if necessary, and the sandbox.
     """
     if request.assistant and config.batch > 1:
         raise OptionsError("--assistant requires --batch 1: assisted generation has no batches")
@@ -538,24 +526,20 @@ def check_request(
         raise OptionsError("evaluations must not depend on timing: --compile auto is not supported")
     if request.judge_mode == "pair" and EXACT.name not in methods:
         raise OptionsError("--judge-mode pair compares with exact decoding: add the method exact")
-    score(questions[0], "")
-    if request.judge_base_url:
-        JudgePrompts.load(questions)
-    if request.execute_code and any(question.scored_by == "code" for question in questions):
-        use_sandbox(request.unsafe)
+    with start_processes().main_process_first(), progress("downloading") as advance:
+        questions = requested_questions(request, config.seed, advance)
+        score(questions[0], "")
+        if request.judge_base_url:
+            JudgePrompts.load(questions)
+        if request.execute_code and any(question.scored_by == "code" for question in questions):
+            use_sandbox(request.unsafe)
+    return questions
 
 
 def load_share(request: PairOptions, settings: Settings | None = None) -> EagleFSD:
-    """Load the pair on the device of this process."""
+    """Load the pair that a request names, on the device of this process."""
     state = start_processes()
     device = request.device or (str(state.device) if state.num_processes > 1 else None)
-    return load_pair(request, device, settings)
-
-
-def load_pair(
-    request: PairOptions, device: str | None = None, settings: Settings | None = None
-) -> EagleFSD:
-    """Load the pair that a request names."""
     model = EagleFSD.from_pretrained(
         request.target,
         request.drafter,
