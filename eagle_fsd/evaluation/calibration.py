@@ -263,7 +263,7 @@ def prepare(
         used, fresh = split_questions(questions)
     else:
         own = {"questions": selection.select_on, "count": None, "skip": 0, "grader": None}
-        selecting = request.updated(**own), config
+        selecting = request.model_copy(update=own), config
         used = checked_questions(selecting[0], at_once, progress)
         fresh = without_repeated(questions, used)
         if not fresh:

@@ -552,14 +552,14 @@ def test_questions_without_references_certify_agreement_and_regret(
     assert f"Limits on the loss of {name} are exact" in report_text(found.report)
     assert found.report["calibration"]["about"]["accuracy_exact"] == 1.0
     # They select by regret a setting that scored questions certify.
-    request = EvaluationRequest(count=20, skip=8, out=tmp_path / "accuracy")
+    request = EvaluationRequest(count=14, skip=15, out=tmp_path / "accuracy", grader="number")
     selection = SelectionConfig(select_on=str(file), select_regret=0.5)
     found = calibrated(request, 50.0, selection=selection)
     assert [item["scored"] for item in found.report["selection"]] == [15, 15]
     assert found.table[0][3] == "regret"
     certificate = read_settings(tmp_path / "accuracy" / "fsd.json").certificate
     assert certificate is not None
-    assert (certificate.measure, certificate.questions) == ("accuracy on bundled", 13)
+    assert (certificate.measure, certificate.questions) == ("accuracy on bundled", 14)
     with pytest.raises(ValueError, match="leaves no other question"):
         calibrated(EvaluationRequest(count=10, out=tmp_path), 50.0, selection=selection)
     write_lines(file, [{"task_id": "f", "prompt": "def f():", "entry_point": "f", "test": "t"}])
