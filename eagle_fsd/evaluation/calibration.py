@@ -256,22 +256,7 @@ def prepare(
         )
     if request.questions == "bundled":
         request = request.updated(count=request.count or DEFAULT_COUNT)
-    at_once = config.updated(batch=config.answer_batch)
-    questions = list(map(count_unscored_as_wrong, checked_questions(request, at_once, progress)))
-    selecting = request, config
-    if selection.select_on is None:
-        used, fresh = split_questions(questions)
-    else:
-        own = {"questions": selection.select_on, "count": None, "skip": 0, "grader": None}
-        selecting = request.model_copy(update=own), config
-        used = checked_questions(selecting[0], at_once, progress)
-        fresh = without_repeated(questions, used)
-        if not fresh:
-            raise ValueError(f"{selection.select_on} leaves no other question to certify settings")
-        if config.measure == "accuracy" and not all(item.scored_by for item in used):
-            regret = selection.select_regret
-            measure = "agreement" if regret is None else "regret"
-            selecting = selecting[0], config.updated(measure=measure, max_regret=regret)
+    selecting, used, fresh = read_stages(request, config, selection, progress)
     for part, stage in ((used, selecting[1]), (fresh, config)):
         if stage.measure == "accuracy":
             check_scores(part, request.execute_code)
@@ -302,6 +287,30 @@ def prepare(
         used=used,
         fresh=fresh,
     )
+
+
+def read_stages(
+    request: EvaluationRequest,
+    config: CalibrationConfig,
+    selection: SelectionConfig,
+    progress: ProgressFactory,
+) -> tuple[tuple[EvaluationRequest, CalibrationConfig], list[Question], list[Question]]:
+    """Return the options and the questions of the selection, and the questions that certify."""
+    at_once = config.updated(batch=config.answer_batch)
+    questions = list(map(count_unscored_as_wrong, checked_questions(request, at_once, progress)))
+    if selection.select_on is None:
+        return (request, config), *split_questions(questions)
+    own = {"questions": selection.select_on, "count": None, "skip": 0, "grader": None}
+    request = request.model_copy(update=own)
+    used = checked_questions(request, at_once, progress)
+    fresh = without_repeated(questions, used)
+    if not fresh:
+        raise ValueError(f"{selection.select_on} leaves no other question to certify settings")
+    if config.measure == "accuracy" and not all(item.scored_by for item in used):
+        regret = selection.select_regret
+        measure = "agreement" if regret is None else "regret"
+        config = config.updated(measure=measure, max_regret=regret)
+    return (request, config), used, fresh
 
 
 def select(task: Task) -> None:
