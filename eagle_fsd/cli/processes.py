@@ -71,7 +71,8 @@ def joined_evaluation(
             _send_files(request.output_folder(command))
         else:
             _receive_files(Path(copied))
-            request = request.model_copy(update={"out": Path(copied), "judge_base_url": None})
+            no_judge = {"judge_base_url": None, "judge_mode": "single"}
+            request = request.model_copy(update={"out": Path(copied), **no_judge})
         yield request, is_first
 
 

@@ -257,7 +257,7 @@ class PairAnswerer(Answerer[Method]):
         memory = self.memory.read()
         answers = [_average(same) for same in zip(*(found for found, _ in runs), strict=True)]
         seconds = fmean(seconds for _, seconds in runs)
-        return self.records(questions, answers, method, group, seconds, memory)
+        return self.records(questions, answers, method, group, seconds=seconds, memory=memory)
 
     def _converse(
         self, questions: Sequence[Question], method: Method, samples: int
@@ -268,7 +268,11 @@ class PairAnswerer(Answerer[Method]):
         """
         kind: type[MethodBatch] = PaddedBatch if method.decoder == "hf" else TreeBatch
         batch = kind(
-            self._pair(method), method, self.config, self.eos_token_ids, self.stopping_criteria
+            self._pair(method),
+            method,
+            self.config,
+            eos_token_ids=self.eos_token_ids,
+            criteria=self.stopping_criteria,
         )
         answers = self.conversations(questions, samples)
         waiting, seconds = deque(answers), 0.0

@@ -35,11 +35,12 @@ from eagle_fsd.evaluation import engines
 from eagle_fsd.evaluation.certificate import (
     Verdict,
     certificate_of,
-    check_questions,
+    check_scores,
     conclude,
     count_unscored_as_wrong,
     outcomes,
     split_questions,
+    warn_of_few,
     without_repeated,
 )
 from eagle_fsd.evaluation.config import (
@@ -80,7 +81,7 @@ from eagle_fsd.evaluation.selection import (
     plan_settings,
 )
 from eagle_fsd.evaluation.settings_file import settings_files, settings_values
-from eagle_fsd.evaluation.tables import Row, Table
+from eagle_fsd.evaluation.tables import Row, Table, number_text
 from eagle_fsd.model.config import Settings, TreeConfig
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.files import atomic_write
@@ -96,7 +97,7 @@ ROUNDS: tuple[tuple[int | None, int], ...] = ((16, 6), (64, 3), (None, 3))
 #: Groups of prompts on which speeds are measured.
 RACE_GROUPS = 24
 #: Files with the ids of the questions of both stages, the names of the settings to choose from, and
-#: whether passes are compiled; and with the bounds, the tree of exact decoding and the settings to
+#: how answers are decoded; and with the bounds, the tree of exact decoding and the settings to
 #: test, fixed before a fresh question is answered.
 QUESTIONS_FILE, TESTS_FILE = "questions.json", "tests.json"
 #: Advice where a calibration cannot be resumed.
@@ -185,13 +186,12 @@ class Task:
         if folder:
             unused |= {"judge_base_url": None, "baseline": None, "assistant": None}
         return run_evaluation(
+            Loaded(self.model, questions),
+            methods,
             request.model_copy(update=unused),
             config.updated(batch=config.answer_batch),
-            methods,
-            self.folder / folder,
-            None,
-            Hooks(self.progress, on_report=on_report),
-            Loaded(self.model, questions),
+            folder=self.folder / folder,
+            hooks=Hooks(self.progress, on_report=on_report),
         )
 
 
@@ -256,24 +256,11 @@ def prepare(
         )
     if request.questions == "bundled":
         request = request.updated(count=request.count or DEFAULT_COUNT)
-    at_once = config.updated(batch=config.answer_batch)
-    questions = list(map(count_unscored_as_wrong, checked_questions(request, at_once, progress)))
-    selecting = request, config
-    if selection.select_on is None:
-        used, fresh = split_questions(questions)
-    else:
-        own = {"questions": selection.select_on, "count": None, "skip": 0, "grader": None}
-        selecting = request.updated(**own), config
-        used = checked_questions(selecting[0], at_once, progress)
-        fresh = without_repeated(questions, used)
-        if not fresh:
-            raise ValueError(f"{selection.select_on} leaves no other question to certify settings")
-        if config.measure == "accuracy" and not all(item.scored_by for item in used):
-            regret = selection.select_regret
-            measure = "agreement" if regret is None else "regret"
-            selecting = selecting[0], config.updated(measure=measure, max_regret=regret)
-    scored, state = config.measure == "accuracy", start_processes()
-    warnings = [check_questions(bounds, fresh, request.execute_code, scored)]
+    selecting, used, fresh = read_stages(request, config, selection, progress)
+    for part, stage in ((used, selecting[1]), (fresh, config)):
+        if stage.measure == "accuracy":
+            check_scores(part, request.execute_code)
+    state, warnings = start_processes(), [warn_of_few(bounds, fresh)]
     folder = request.output_folder("calibrate")
     with state.main_process_first():
         check_folder(folder, used, fresh, methods, bool(request.compile), config, selecting[1])
@@ -288,7 +275,42 @@ def prepare(
         log.warning("%s", warning)
     if engine:
         engines.ENGINES[engine].check(model)
-    return Task(request, config, selecting, bounds, engine, progress, methods, model, used, fresh)
+    return Task(
+        request=request,
+        config=config,
+        selecting=selecting,
+        bounds=bounds,
+        engine=engine,
+        progress=progress,
+        methods=methods,
+        model=model,
+        used=used,
+        fresh=fresh,
+    )
+
+
+def read_stages(
+    request: EvaluationRequest,
+    config: CalibrationConfig,
+    selection: SelectionConfig,
+    progress: ProgressFactory,
+) -> tuple[tuple[EvaluationRequest, CalibrationConfig], list[Question], list[Question]]:
+    """Return the options and the questions of the selection, and the questions that certify."""
+    at_once = config.updated(batch=config.answer_batch)
+    questions = list(map(count_unscored_as_wrong, checked_questions(request, at_once, progress)))
+    if selection.select_on is None:
+        return (request, config), *split_questions(questions)
+    own = {"questions": selection.select_on, "count": None, "skip": 0, "grader": None}
+    request = request.model_copy(update=own)
+    used = checked_questions(request, at_once, progress)
+    fresh = without_repeated(questions, used)
+    if not fresh:
+        raise ValueError(f"{selection.select_on} leaves no other question to certify settings")
+    if config.measure == "accuracy" and not all(item.scored_by for item in used):
+        regret = selection.select_regret
+        measure = "agreement" if regret is None else "regret"
+        config = config.updated(measure=measure, max_regret=regret)
+    return (request, config), used, fresh
 
 
 def select(task: Task) -> None:
@@ -456,11 +478,11 @@ def selection_table(task: Task) -> Table:
             [
                 row["method"] + (f" (test {number})" if number else ""),
                 str(row["scored"]),
-                f"{row['tau']:.2f}",
-                f"{row['accuracy']:.1%}" if row["accuracy"] is not None else "",
+                number_text(row["tau"], ".2f"),
+                number_text(row["accuracy"], ".1%"),
                 f"{against['lost']}/{against['gained']}" if "lost" in against else "",
-                f"{row['tokens_per_second']:.1f}" if row["tokens_per_second"] else "",
-                f"{row['speed_over_exact']:.2f}" if row["speed_over_exact"] else "",
+                number_text(row["tokens_per_second"], ".1f"),
+                number_text(row["speed_over_exact"], ".2f"),
             ]
         )
     return headers, cells
@@ -472,23 +494,27 @@ def check_folder(
     fresh: Sequence[Question],
     methods: Sequence[Method],
     compiled: bool,
-    measure: MeasureConfig,
+    config: CalibrationConfig,
     selecting: MeasureConfig,
 ) -> None:
     """Raise a ValueError if a folder holds another calibration; record what this one chooses from.
 
     A calibration cannot grow: with more questions, some that certified settings would select them,
-    and with more settings, the tests that were fixed would not be those of the best ones.
+    and with more settings, the tests that were fixed would not be those of the best ones. Other
+    options of decoding would replace the trees, without which it cannot be resumed.
     """
+    measure_names = set(MeasureConfig.model_fields)
     plan: dict[str, Any] = {
         "selection": [question.question_id for question in used],
         "certificate": [question.question_id for question in fresh],
         "settings": [method.name for method in methods],
         "compiled": compiled,
     }
-    if measure.measure != "accuracy":
-        plan["measure"] = measure.measured
-    if selecting.measured != measure.measured:
+    if decoding := config.model_dump(exclude=measure_names, exclude_defaults=True):
+        plan["decoding"] = decoding
+    if config.measure != "accuracy":
+        plan["measure"] = config.measured
+    if selecting.measured != config.measured:
         plan["selection_measure"] = selecting.measured
     file = folder / QUESTIONS_FILE
     if not (file.exists() and (folder / TREES_FILE).exists()):
@@ -497,8 +523,8 @@ def check_folder(
     elif json.loads(file.read_text(encoding="utf-8")) != plan:
         raise ValueError(
             f"{folder} holds a calibration on other questions (or with another --count), with"
-            f" other settings to choose from, another --compile, --measure or --select-regret:"
-            f" {OTHER_QUESTIONS}"
+            " other settings to choose from, other options of decoding, another --compile,"
+            f" --measure or --select-regret: {OTHER_QUESTIONS}"
         )
 
 

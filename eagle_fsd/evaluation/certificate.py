@@ -116,18 +116,17 @@ def count_unscored_as_wrong(question: Question) -> Question:
     return replace(question, grade=lambda answer, asked: bool(grade(answer, asked)))
 
 
-def check_questions(
-    bounds: LossBounds, fresh: Sequence[Question], execute_code: bool, scored: bool = True
-) -> str | None:
-    """Warn if not even a lossless setting could be certified; raise ValueError without scores.
-
-    Unless questions are ``scored``, the bound is on something else.
-    """
-    kinds = {question.scored_by for question in fresh} if scored else set()
+def check_scores(questions: Sequence[Question], execute_code: bool) -> None:
+    """Raise a ValueError unless the answers to all questions will have a score."""
+    kinds = {question.scored_by for question in questions}
     if "" in kinds:
         raise ValueError(NO_SCORE)
     if "code" in kinds and not execute_code:
         raise ValueError("answers with code are scored by running them; use --execute-code")
+
+
+def warn_of_few(bounds: LossBounds, fresh: Sequence[Question]) -> str | None:
+    """Return a warning if not even a lossless setting could be certified."""
     least = loss_bound(0, 0, len(fresh), bounds.confidence)
     if 100 * least <= bounds.max_drop:
         return None

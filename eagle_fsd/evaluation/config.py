@@ -33,7 +33,8 @@ class EvaluationRequest(PairOptions):
     questions: str = Field(
         "bundled",
         description="Question set: bundled, bundled-edits, mt-bench, spec-bench, gsm8k,"
-        " gsm8k-train, commonsense-qa, mmlu, humaneval, or a file (see evaluate --formats).",
+        " gsm8k-train, commonsense-qa, mmlu, humaneval, ifeval, or a file (see evaluate"
+        " --formats).",
     )
     count: int | None = Field(
         None,
@@ -105,6 +106,8 @@ class EvaluationRequest(PairOptions):
             raise ValueError("--assistant requires --baseline hf")
         if self.unsafe and not self.execute_code:
             raise ValueError("--unsafe requires --execute-code")
+        if self.judge_mode == "pair" and not self.judge_base_url:
+            raise ValueError("--judge-mode pair requires --judge-base-url")
         return self
 
     def output_folder(self, command: str) -> Path:
@@ -332,7 +335,10 @@ class ServerOptions(LossBounds):
         return servers
 
     @model_validator(mode="after")
-    def _check_certify(self) -> ServerOptions:
+    def _check_dependent(self) -> ServerOptions:
         if self.certify is not None and len(self.servers) != 2:
             raise ValueError("--certify requires two servers")
+        if self.model_fields_set and not self.servers:
+            name = min(self.model_fields_set).replace("_", "-")
+            raise ValueError(f"--{name} requires --server")
         return self

@@ -110,7 +110,7 @@ def find_grader(name: str) -> Grader:
         try:
             if result == bool(result):
                 return bool(result)
-        except ValueError:  # an array of several elements
+        except (RuntimeError, TypeError, ValueError):  # as with an array of several elements
             pass
         raise GraderError(f"{where}: it must return True, False or None; got {result!r}")
 

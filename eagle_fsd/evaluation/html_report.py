@@ -32,6 +32,7 @@ def html_text(report: dict[str, Any], folder: Path) -> str:
         main=row["method"] if row is not None else None,
         tables=[*report.get("tables", []), *tables(report)],
         comparison=report.get("comparison"),
+        reference=report.get("reference", "exact decoding"),
         outcomes=OUTCOMES,
         settings=_settings(report, row),
         provenance=_provenance(report),

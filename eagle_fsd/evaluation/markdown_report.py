@@ -12,10 +12,10 @@ from eagle_fsd.utils.text import escape_control_chars
 
 #: Maximum number of changed answers.
 MAX_ANSWERS = 5
-#: What became of a changed answer.
+#: What became of a changed answer, with {} for the reference.
 OUTCOMES = {
-    "lost": "right with exact decoding, wrong here",
-    "gained": "wrong with exact decoding, right here",
+    "lost": "right with {}, wrong here",
+    "gained": "wrong with {}, right here",
     "changed": "changed",
 }
 
@@ -30,28 +30,32 @@ def report_text(report: dict[str, Any]) -> str:
         *map(_escape, others),
         *(f"![{name}]({name})" for name in report.get("figures", [])),
         *(markdown(*table) for table in [*report.get("tables", []), *tables(report)]),
-        *_changed_answers(report.get("comparison")),
+        *_changed_answers(report.get("comparison"), report.get("reference")),
         footnote(report),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _changed_answers(comparison: dict[str, Any] | None) -> list[str]:
-    """Format the first changed answers, each as a table with exact decoding's at the left."""
+def _changed_answers(comparison: dict[str, Any] | None, server: str | None) -> list[str]:
+    """Format the first changed answers, each as a table with the reference's at the left.
+
+    This is exact decoding unless it is a ``server``.
+    """
     if not comparison or not comparison["answers"]:
         return []
-    shown = comparison["answers"][:MAX_ANSWERS]
+    shown, method = comparison["answers"][:MAX_ANSWERS], comparison["method"]
+    reference = _escape(server or "exact decoding")
     parts = [
-        f"## Changed answers of {comparison['method']}",
-        f"{len(shown)} of {comparison['changed']}; fuzzy tokens are bold.",
+        f"## Changed answers of {_escape(method)}",
+        f"{len(shown)} of {comparison['changed']}{'' if server else '; fuzzy tokens are bold'}.",
     ]
     for answer in shown:
         name = _escape(str(answer["question_id"]))
-        parts.append(f"### Question {name}: {OUTCOMES[answer['outcome']]}")
+        parts.append(f"### Question {name}: {OUTCOMES[answer['outcome']].format(reference)}")
         sides = zip(answer["turns"], answer["exact"], answer["other"], strict=True)
         for turn, *pair in sides:
             parts.append("\n".join(f"> {_escape(line)}" for line in turn.splitlines()))
-            parts.append(markdown(["exact", comparison["method"]], [list(map(_cell, pair))]))
+            parts.append(markdown([server or "exact", method], [list(map(_cell, pair))]))
     return parts
 
 

@@ -15,10 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.evaluation.config import MeasureConfig
 from eagle_fsd.evaluation.frontier import Point, pareto_front, points, quality_range, speed_range
 from eagle_fsd.evaluation.methods import BASELINES, EXACT, HF, PLAIN
-from eagle_fsd.evaluation.tables import Row, measurement
+from eagle_fsd.evaluation.tables import Row, measured, measurement
 from eagle_fsd.utils.text import escape_control_chars
 
 #: File names of the figures.
@@ -131,9 +130,7 @@ def _draw(report: dict[str, Any], name: str) -> Any:
     ax.set_xlim(speed_range(found))
     ax.set_ylim(quality_range(found))
     scored = found[0].row["accuracy"] is not None
-    given = {field: report["about"].get(field) for field in MeasureConfig.model_fields}
-    measured = MeasureConfig().updated(**given).measured
-    ax.set_ylabel(f"{measured} (%)" if scored else "log-probability (nats/token)")
+    ax.set_ylabel(f"{measured(report)} (%)" if scored else "log-probability (nats/token)")
     ax.set_xlabel("tokens/s, including the prefill")
     if PLAIN.name in known:
         plain = known[PLAIN.name].speed

@@ -247,19 +247,21 @@ def limit_losses(
 def score_records(
     questions: Sequence[Question],
     records: Sequence[Record],
-    progress: Callable[[int, int], None] | None = None,
-    run: Callable[[Program], RunResult] | None = None,
+    run: Callable[[Program], RunResult] | None,
+    advance: Callable[[], None],
 ) -> dict[int | str, bool]:
-    """Return whether the last turn of each answer is correct, by question that has a score."""
+    """Return whether the last turn of each answer is correct, by question that has a score.
+
+    ``advance`` is called after each answer.
+    """
     by_id = {question.question_id: question for question in questions}
     found = {}
-    for done, record in enumerate(records, 1):
+    for record in records:
         answer = record["choices"][0]["turns"][-1]
         right = score(by_id[record["question_id"]], answer, run)
         if right is not None:
             found[record["question_id"]] = right
-        if progress is not None:
-            progress(done, len(records))
+        advance()
     return found
 
 

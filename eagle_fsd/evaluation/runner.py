@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import time
@@ -15,7 +16,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +158,15 @@ class Evaluation(ABC):
             for question in self.questions
         }
         for name in self.names:
-            made_from = {**inputs, **self.describe(name)}
-            share = self.process, self.processes
-            self.stores[name] = AnswerStore(self.folder, name, made_from, questions, *share).open()
+            store = AnswerStore(
+                self.folder,
+                name,
+                fingerprint_inputs={**inputs, **self.describe(name)},
+                questions=questions,
+                process=self.process,
+                processes=self.processes,
+            )
+            self.stores[name] = store.open()
 
     def answer(self, progress: Progress | None = None) -> None:
         """Answer this process's share of the questions, except for those that have answers."""
@@ -183,29 +189,8 @@ class Evaluation(ABC):
     def report(self, progress: Progress | None = None) -> Report:
         """Score the answers and summarize them in a row per method."""
         records = self.merge()
+        scores = self._score(records, progress)
         count = self.config.samples * self.config.seeds
-        total, done = count * sum(map(len, records.values())), 0
-
-        def advance(*_: int) -> None:
-            nonlocal done
-            done += 1
-            if progress is not None:
-                progress(done, total)
-
-        run = CachedRunner(self.folder / PROGRAMS_FILE, self.unsafe) if self.execute_code else None
-
-        def score_sample(found: Sequence[Record], sample: int) -> dict[int | str, bool]:
-            own = sample_records(found, sample)
-            if self.scored:
-                return score_records(self.questions, own, advance, run)
-            assert isinstance(self.config, MeasureConfig)
-            exact = sample_records(records[self.reference], sample)
-            return preserved_answers(own, exact, self.config)
-
-        scores = {
-            name: [score_sample(found, sample) for sample in range(count)]
-            for name, found in records.items()
-        }
         ids = {record["session"] for found in records.values() for record in found}
         sessions = read_sessions(self.folder, ids)
         newest = list(sessions.values())[-1] if sessions else self.provenance
@@ -221,7 +206,7 @@ class Evaluation(ABC):
             name = row["method"]
             row["settings"] = self.describe(name, filled)
             each = (sample_records(records[name], sample) for sample in range(count))
-            row["harness"] = harness_accuracy(published, list(chain.from_iterable(each)))
+            row["harness"] = harness_accuracy(published, list(itertools.chain.from_iterable(each)))
             exact = None if name == self.reference else scores.get(self.reference)
             found = summarize_samples(scores[name], self.config.seeds, exact)
             if count > 1 and found is not None:
@@ -237,6 +222,33 @@ class Evaluation(ABC):
             **limit_losses(rows),
             "rows": rows,
             "written": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+        }
+
+    def _score(
+        self, records: Mapping[str, Sequence[Record]], progress: Progress | None
+    ) -> dict[str, list[dict[int | str, bool]]]:
+        """Return the scores of each sample of every method's answers."""
+        count = self.config.samples * self.config.seeds
+        samples = {
+            name: [sample_records(found, sample) for sample in range(count)]
+            for name, found in records.items()
+        }
+        if isinstance(self.config, MeasureConfig) and not self.scored:
+            config, exact = self.config, samples[self.reference]
+            return {
+                name: [preserved_answers(*pair, config) for pair in zip(own, exact, strict=True)]
+                for name, own in samples.items()
+            }
+        run = CachedRunner(self.folder / PROGRAMS_FILE, self.unsafe) if self.execute_code else None
+        total, done = count * sum(map(len, records.values())), itertools.count(1)
+
+        def advance() -> None:
+            if progress is not None:
+                progress(next(done), total)
+
+        return {
+            name: [score_records(self.questions, sample, run, advance) for sample in own]
+            for name, own in samples.items()
         }
 
     def _unscored(self) -> str | None:
@@ -289,7 +301,16 @@ class PairEvaluation(Evaluation):
             "draft_vocabulary": request.draft_vocabulary,
         }
         names = [method.name for method in methods]
-        super().__init__(names, questions, request, config, folder, source, process, processes)
+        super().__init__(
+            names,
+            questions,
+            request,
+            config,
+            folder=folder,
+            source=source,
+            process=process,
+            processes=processes,
+        )
         self.model, self.methods = model, {method.name: method for method in methods}
         self.chat_template = evaluation_template(
             model.tokenizer, request.chat_template, request.few_shot
@@ -408,45 +429,49 @@ def evaluate(
         JudgeError: The judge failed; the report is written without its ratings.
         ValueError: The output folder is in use, damaged or holds answers with other settings.
     """
-    chosen = find_methods(methods)
-    folder = request.output_folder("evaluate")
+    config, chosen = config or EvaluationConfig(), find_methods(methods)
+    folder, names = request.output_folder("evaluate"), [method.name for method in chosen]
+    questions = checked_questions(request, config, progress, names)
+    loaded = Loaded(load_share(request, settings), questions)
 
     def draw(_: Evaluation, report: Report) -> None:
         draw_figures(report, folder)
 
     hooks = Hooks(progress, on_report=draw, on_finish=on_report or ignore)
-    return run_evaluation(request, config or EvaluationConfig(), chosen, folder, settings, hooks)
+    return run_evaluation(loaded, chosen, request, config, folder=folder, hooks=hooks)
 
 
 def run_evaluation(
+    loaded: Loaded,
+    methods: Sequence[Method],
     request: EvaluationRequest,
     config: EvaluationConfig,
-    methods: Sequence[Method],
+    *,
     folder: Path,
-    settings: Settings | None,
     hooks: Hooks,
-    loaded: Loaded | None = None,
 ) -> Report | None:
     """Run an evaluation in ``folder``; see :func:`evaluate` for what it returns and raises.
 
-    ``loaded`` replaces the pair and the questions that the request names, which are not checked.
+    The pair and the questions are those of ``loaded``, whatever the request names.
     """
-    state = start_processes()
-    if loaded is None:
-        names = [method.name for method in methods]
-        asked = checked_questions(request, config, hooks.progress, names)
-        loaded = Loaded(load_share(request, settings), asked)
-    model, questions = loaded.model, loaded.questions
+    state, model = start_processes(), loaded.model
     model.compile = bool(request.compile)
-    chosen = find_methods(methods)
-    decoded = decoded_methods(chosen, model)
-    skipped = [method.name for method in chosen if method not in decoded]
+    decoded = decoded_methods(methods, model)
+    skipped = [method.name for method in methods if method not in decoded]
     if skipped and state.is_main_process:
         log.warning("%s", SKIPPED)
     baseline = baseline_methods(model, request.assistant) if request.baseline else []
     compared = find_methods([*baseline, *decoded])
-    share = state.process_index, state.num_processes
-    evaluation = PairEvaluation(model, questions, compared, request, config, folder, *share)
+    evaluation = PairEvaluation(
+        model,
+        loaded.questions,
+        compared,
+        request,
+        config,
+        folder=folder,
+        process=state.process_index,
+        processes=state.num_processes,
+    )
     return conduct(evaluation, request, hooks, skipped)
 
 
@@ -489,23 +514,11 @@ def checked_questions(
     progress: ProgressFactory,
     methods: Collection[str] = (EXACT.name,),
 ) -> list[Question]:
-    """Read the requested questions; see :func:`check_request` for the exceptions."""
-    with start_processes().main_process_first(), progress("downloading") as advance:
-        questions = requested_questions(request, config.seed, advance)
-        check_request(request, config, methods, questions)
-    return questions
+    """Read the requested questions.
 
-
-def check_request(
-    request: EvaluationRequest,
-    config: EvaluationConfig,
-    methods: Collection[str],
-    questions: Sequence[Question],
-) -> None:
-    """Raise an exception, before hours of decoding, where a later stage would fail.
-
-    Checks options that contradict each other, the grader (on an empty answer), the judge's prompts,
-    which are downloaded if necessary, and the sandbox.
+    An exception is raised, before hours of decoding, where a later stage would fail: for options
+    that contradict each other, the grader (on an empty answer), the judge's prompts, which are
+    downloaded if necessary, and the sandbox.
     """
     if request.assistant and config.batch > 1:
         raise OptionsError("--assistant requires --batch 1: assisted generation has no batches")
@@ -513,24 +526,20 @@ def check_request(
         raise OptionsError("evaluations must not depend on timing: --compile auto is not supported")
     if request.judge_mode == "pair" and EXACT.name not in methods:
         raise OptionsError("--judge-mode pair compares with exact decoding: add the method exact")
-    score(questions[0], "")
-    if request.judge_base_url:
-        JudgePrompts.load(questions)
-    if request.execute_code and any(question.scored_by == "code" for question in questions):
-        use_sandbox(request.unsafe)
+    with start_processes().main_process_first(), progress("downloading") as advance:
+        questions = requested_questions(request, config.seed, advance)
+        score(questions[0], "")
+        if request.judge_base_url:
+            JudgePrompts.load(questions)
+        if request.execute_code and any(question.scored_by == "code" for question in questions):
+            use_sandbox(request.unsafe)
+    return questions
 
 
 def load_share(request: PairOptions, settings: Settings | None = None) -> EagleFSD:
-    """Load the pair on the device of this process."""
+    """Load the pair that a request names, on the device of this process."""
     state = start_processes()
     device = request.device or (str(state.device) if state.num_processes > 1 else None)
-    return load_pair(request, device, settings)
-
-
-def load_pair(
-    request: PairOptions, device: str | None = None, settings: Settings | None = None
-) -> EagleFSD:
-    """Load the pair that a request names."""
     model = EagleFSD.from_pretrained(
         request.target,
         request.drafter,

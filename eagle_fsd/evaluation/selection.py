@@ -132,6 +132,8 @@ def add_rows(rows: dict[str, Row], new: Sequence[Row]) -> None:
         if old is not None:
             for name in ("scored", "tokens", "cut_off"):
                 merged[name] = old[name] + row[name]
+            passes = sum(item["tokens"] / item["tau"] for item in (old, row) if item["tau"])
+            merged["tau"] = merged["tokens"] / passes if passes else None
             right = sum((item["accuracy"] or 0.0) * item["scored"] for item in (old, row))
             merged["accuracy"] = right / max(1, merged["scored"])
             if "lost" in row.get("against_exact", {}):

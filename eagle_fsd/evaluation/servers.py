@@ -18,8 +18,9 @@ from eagle_fsd.evaluation.batches import Reply
 from eagle_fsd.evaluation.certificate import (
     Verdict,
     certificate_of,
-    check_questions,
+    check_scores,
     count_unscored_as_wrong,
+    warn_of_few,
 )
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, ServerOptions
 from eagle_fsd.evaluation.plots import draw_figures
@@ -179,7 +180,7 @@ class ServerEvaluation(Evaluation):
         listed = [f"{item.name}={item.endpoint.redacted_url}" for item in servers]
         source = {"target": servers[0].endpoint.model, "drafter": None, "servers": listed}
         names = [item.name for item in servers]
-        super().__init__(names, questions, request, config, folder, source)
+        super().__init__(names, questions, request, config, folder=folder, source=source)
         self.servers = {item.name: item for item in servers}
         self.reference = servers[0].name
         self.provenance |= {"dtype": "unknown", "device": "servers", "servers": listed}
@@ -228,10 +229,11 @@ def evaluate_servers(
     if options.certify is not None:
         read_settings(options.certify)  # before hours of requests
         questions = list(map(count_unscored_as_wrong, questions))
-        if warning := check_questions(options, questions, request.execute_code):
+        check_scores(questions, request.execute_code)
+        if warning := warn_of_few(options, questions):
             log.warning("%s", warning)
     servers = [ComparedServer.find(item, options.server_model) for item in options.servers]
-    evaluation = ServerEvaluation(servers, questions, request, config, folder)
+    evaluation = ServerEvaluation(servers, questions, request, config, folder=folder)
 
     def extend(_: Evaluation, report: Report) -> None:
         report["reference"] = evaluation.reference

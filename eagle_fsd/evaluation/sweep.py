@@ -100,7 +100,7 @@ def sweep(
     hooks = Hooks(progress, on_report=extend, on_finish=on_report or ignore)
     measured = [PLAIN, exact, *kept.values()]
     loaded = Loaded(model, questions)
-    return run_evaluation(request, config, measured, folder, None, hooks, loaded)
+    return run_evaluation(loaded, measured, request, config, folder=folder, hooks=hooks)
 
 
 def slow_methods(plan: TreePlan) -> dict[str, str]:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from eagle_fsd.evaluation.config import MeasureConfig
+
 Row = dict[str, Any]
 #: Headers and rows of cells.
 Table = tuple[list[str], list[list[str]]]
@@ -320,6 +322,12 @@ def measurement(report: dict[str, Any]) -> str:
     )
 
 
+def measured(report: dict[str, Any]) -> str:
+    """Return what the accuracies of a report measure, in words."""
+    given = {name: report["about"].get(name) for name in MeasureConfig.model_fields}
+    return MeasureConfig().updated(**given).measured
+
+
 def footnote(report: dict[str, Any]) -> str:
     """Describe how a report was measured, in a few sentences."""
     about, sentences = report["about"], [measurement(report), "Intervals are 95%."]
@@ -356,8 +364,8 @@ def footnote(report: dict[str, Any]) -> str:
         both, each = (100 * report[name] for name in ("confidence", "limit_confidence"))
         every = f" ({each:.4g}% for each)" if each > both else ""
         sentences.append(
-            f"Limits on the loss of {about.get('measure', 'accuracy')} are exact, at {both:.4g}%"
-            f" confidence for all methods at once{every}."
+            f"Limits on the loss of {measured(report)} are exact, at {both:.4g}% confidence for all"
+            f" methods at once{every}."
         )
     if any(row.get("phase_shares") for row in report["rows"]):
         sentences.append("Phases are shares of the decoding time, without the prefill.")

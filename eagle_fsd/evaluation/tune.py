@@ -13,7 +13,7 @@ from eagle_fsd.evaluation.answer_store import folder_lock
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
 from eagle_fsd.evaluation.methods import EXACT, FSD, PLAIN
 from eagle_fsd.evaluation.questions.sets import requested_questions
-from eagle_fsd.evaluation.runner import load_pair
+from eagle_fsd.evaluation.runner import load_share
 from eagle_fsd.evaluation.search.prediction import PLAIN_TREE, LengthRecorder, measure_costs
 from eagle_fsd.evaluation.search.search import (
     TreeRace,
@@ -200,7 +200,7 @@ def tune(
     request = request.updated(count=request.count or DEFAULT_COUNT)
     with progress("downloading") as advance:
         questions = requested_questions(request, config.seed, advance)
-    model = load_pair(request, request.device, settings)
+    model = load_share(request, settings)
     workload = Workload.of(model, questions, request, config)
     about = {
         "acceptance": model.acceptance.model_dump(),

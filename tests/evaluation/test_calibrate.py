@@ -28,10 +28,11 @@ from eagle_fsd.evaluation.calibration import (
 from eagle_fsd.evaluation.certificate import (
     MAX_TESTS,
     Verdict,
-    check_questions,
+    check_scores,
     conclude,
     count_unscored_as_wrong,
     split_questions,
+    warn_of_few,
 )
 from eagle_fsd.evaluation.config import (
     CalibrationConfig,
@@ -45,12 +46,14 @@ from eagle_fsd.evaluation.markdown_report import report_text
 from eagle_fsd.evaluation.methods import Method
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import requested_questions
+from eagle_fsd.evaluation.runner import Hooks
 from eagle_fsd.evaluation.search.prediction import Candidate
 from eagle_fsd.evaluation.search.search import TreePlan
 from eagle_fsd.evaluation.search.workload import Workload
 from eagle_fsd.evaluation.selection import (
     CALIBRATED_RULES,
     Setting,
+    add_rows,
     candidate_methods,
     chance,
     check_accuracy,
@@ -143,6 +146,17 @@ def test_settings_with_the_largest_expected_gain_remain() -> None:
         assert kept(count, 5.0, 50, **losses) == list(expected)
     trees = {"a_chain": 0, "b_chain": 2, "a_bushy": 0, "b_bushy": 0}
     assert kept(4, 1.0, 100, **trees) == ["a-chain", "b-bushy"]
+
+
+def test_rows_of_several_rounds_are_added_up() -> None:
+    """Tau is the number of all tokens divided by that of all target passes."""
+    rows: dict[str, Row] = {}
+    for tokens, tau, accuracy in ((300, 3.0, 0.5), (200, 4.0, 1.0)):
+        add_rows(rows, [{**row("a", 150, 2), "tokens": tokens, "tau": tau, "accuracy": accuracy}])
+    found = rows["a"]
+    assert found["tau"] == pytest.approx(500 / (100 + 50))
+    assert (found["tokens"], found["scored"], found["accuracy"]) == (500, 2000, 0.75)
+    assert found["against_exact"] == {"lost": 4, "gained": 0, "paired": 2000}
 
 
 def tree_plan(**trees: Sequence[tuple[TreeConfig, float]]) -> TreePlan:
@@ -258,13 +272,13 @@ def test_what_cannot_be_calibrated_is_rejected_early(run: Run) -> None:
         ),
         (0.0, "; use a --max-drop above 0"),
     ):
-        assert str(check_questions(LossBounds(max_drop=max_drop), scored, False)).endswith(warning)
+        assert str(warn_of_few(LossBounds(max_drop=max_drop), scored)).endswith(warning)
     for asked, words in (
         (questions(1), "have no score.*--measure agreement"),
         ([Question(0, "c", ("?",), "code", "")], "--execute-code"),
     ):
         with pytest.raises(ValueError, match=words):
-            check_questions(BOUNDS, asked, False)
+            check_scores(asked, False)
     for values, words in (
         ({"max_drop": 101.0}, r"max_drop must be a number in \[0, 100\]; got 101.0"),
         ({"confidence": 1.0}, r"confidence must be a number in \[0.5, 0.9999\]"),
@@ -327,6 +341,10 @@ def test_a_folder_holds_one_calibration(tmp_path: Path) -> None:
     for measures in ((agreement, agreement), (CONFIG, agreement)):
         with pytest.raises(ValueError, match="another --compile, --measure or --select-regret"):
             check_folder(folder, *split_questions(asked[:20]), names, False, *measures)
+    for changes in ({"batch": 4}, {"temperature": 1.0}, {"answer_batch": 32}):
+        config = CONFIG.updated(**changes)
+        with pytest.raises(ValueError, match="other options of decoding"):
+            check_folder(folder, *split_questions(asked[:20]), names, False, config, config)
     assert not read_tests(folder, BOUNDS)
     fixed = {"bounds": BOUNDS.model_dump(), "exact": TREE.model_dump(), "tests": ["b", "a"]}
     (folder / "tests.json").write_text(json.dumps(fixed))
@@ -375,8 +393,15 @@ class Machine:
         self.answered: list[tuple[list[str], bool]] = []
         self.raced_compiled: bool | None = None
 
-    def run_evaluation(self, *arguments: Any) -> dict[str, Any]:
-        request, _, compared, folder, _, hooks, _ = arguments
+    def run_evaluation(
+        self,
+        _: object,
+        compared: Sequence[Method],
+        request: EvaluationRequest,
+        __: object,
+        folder: Path,
+        hooks: Hooks,
+    ) -> dict[str, Any]:
         names = [method.name for method in compared]
         self.answered.append((names, bool(request.compile)))
         in_round = folder.name.startswith("round-")
@@ -524,18 +549,22 @@ def test_questions_without_references_certify_agreement_and_regret(
     name = "answers with a regret of at most 0.013 nats per token"
     assert certificate.measure == f"{name} on questions.jsonl"
     assert f"points of {name} relative" in found.conclusion
+    assert f"Limits on the loss of {name} are exact" in report_text(found.report)
     assert found.report["calibration"]["about"]["accuracy_exact"] == 1.0
     # They select by regret a setting that scored questions certify.
-    request = EvaluationRequest(count=20, skip=8, out=tmp_path / "accuracy")
+    request = EvaluationRequest(count=14, skip=15, out=tmp_path / "accuracy", grader="number")
     selection = SelectionConfig(select_on=str(file), select_regret=0.5)
     found = calibrated(request, 50.0, selection=selection)
     assert [item["scored"] for item in found.report["selection"]] == [15, 15]
     assert found.table[0][3] == "regret"
     certificate = read_settings(tmp_path / "accuracy" / "fsd.json").certificate
     assert certificate is not None
-    assert (certificate.measure, certificate.questions) == ("accuracy on bundled", 13)
+    assert (certificate.measure, certificate.questions) == ("accuracy on bundled", 14)
     with pytest.raises(ValueError, match="leaves no other question"):
         calibrated(EvaluationRequest(count=10, out=tmp_path), 50.0, selection=selection)
+    write_lines(file, [{"task_id": "f", "prompt": "def f():", "entry_point": "f", "test": "t"}])
+    with pytest.raises(ValueError, match="use --execute-code"):
+        calibrated(request, 50.0, selection=selection)
 
 
 @pytest.mark.slow

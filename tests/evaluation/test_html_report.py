@@ -152,7 +152,9 @@ def test_markdown_shows_changed_answers_and_figures() -> None:
     report = report_of(
         make_row("fsd", 1.5), comparison=comparison("a|b\n*c*"), figures=["tradeoff.png"]
     )
+    report["comparison"]["method"] = "before ####"  # which ends a heading, unless it is escaped
     text = report_text(report)
+    assert r"## Changed answers of before \#\#\#\#" in text
     assert "![tradeoff.png](tradeoff.png)" in text
     assert r"| a\|b<br>\*c\* <b>fuzzy</b>a\|b<br>\*c\* |" in text
     assert "<script>" not in report_text(report_of(comparison=comparison(HOSTILE)))

@@ -183,6 +183,11 @@ def fields(answer, question):
 def half(answer, question):
     return 0.5
 
+def several(answer, question):
+    import torch
+
+    return torch.tensor([1, 0])
+
 def fails(answer, question):
     return question["missing"]
 
@@ -208,6 +213,7 @@ def test_a_grader_function_gets_the_answer_and_the_row(tmp_path: Path) -> None:
     assert score(questions("fields")[0], "") is True
     for name, reason in [
         ("half", "must return True, False or None; got 0.5"),
+        ("several", r"must return True, False or None; got tensor\(\[1, 0\]\)"),
         ("fails", "KeyError: 'missing'"),
         ("short", "TypeError"),
     ]:

@@ -79,9 +79,12 @@ def test_two_servers_are_compared_and_certified(
     assert reference["accuracy"] > 0.5
     assert row["tokens"] > 12 * 5
     assert row["speed_over_exact"] > 0
-    text = (tmp_path / "a" / "report.md").read_text()
+    text, page = ((tmp_path / "a" / f"report.{kind}").read_text() for kind in ("md", "html"))
     assert "as fast as base" in text or "faster than base" in text
-    assert (tmp_path / "a" / "report.html").exists()
+    assert report["comparison"]["changed"]
+    assert "| base | fuzzy |" in text
+    assert "differ from base's" in page
+    assert not any("exact decoding" in item or "uzzy tokens" in item for item in (text, page))
     assert report["figures"] == ["tradeoff.png"]
 
 
@@ -138,6 +141,8 @@ def test_invalid_comparisons_are_rejected(run: Run, tmp_path: Path) -> None:
         (("--server", url, "--server", other, "--threshold", "0.1"), "where they start"),
         (("--server", url, "--server", other, "--target", "x"), "target does not affect"),
         (("--certify", tmp_path / "fsd.json"), "--certify requires two servers"),
+        (("--max-drop", "2"), "--max-drop requires --server"),
+        (("--judge-mode", "pair"), "--judge-mode pair requires --judge-base-url"),
         (("--server", url, "--server", other, "--server-model", "x"), "lists stub; got"),
     ):
         status, _, errors = run("evaluate", "--out", tmp_path / "out", *options)

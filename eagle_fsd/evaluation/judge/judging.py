@@ -101,17 +101,11 @@ def ask(
     """
     truncate_partial_line(path)
     lines: list[Record] = read_jsonl(path) if path.exists() else []
-    saved = {_key(line): line for line in lines}
-    done: dict[Hashable, Record] = {}
-    known = dict(replies or {})
+    done, known = _valid_lines(tasks, lines), dict(replies or {})
     for task in tasks:
-        line = saved.get(task.key)
-        if line is not None:
-            texts, tstamp = [line[name] for name in task.replies], line["tstamp"]
-            if task.line(texts, tstamp) == line:
-                done[task.key] = line
-                for prompt, text in zip(task.prompts, texts, strict=True):
-                    known[prompt] = text, tstamp
+        if line := done.get(task.key):
+            for prompt, name in zip(task.prompts, task.replies, strict=True):
+                known[prompt] = line[name], line["tstamp"]
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def finish(task: JudgeTask) -> None:
@@ -151,6 +145,17 @@ def ask(
     others = [line for line in lines if _key(line) not in done]
     atomic_write(path, "".join(json.dumps(record) + "\n" for record in [*records, *others]))
     return records
+
+
+def _valid_lines(tasks: Sequence[JudgeTask], lines: Sequence[Record]) -> dict[Hashable, Record]:
+    """Return the lines that would be written again for the same replies, by key."""
+    saved = {_key(line): line for line in lines}
+    found: dict[Hashable, Record] = {}
+    for task in tasks:
+        line = saved.get(task.key)
+        if line and line == task.line([line[name] for name in task.replies], line["tstamp"]):
+            found[task.key] = line
+    return found
 
 
 def judge_answers(
