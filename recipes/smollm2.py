@@ -280,7 +280,7 @@ class Recipe:
         for method, row in rows.items():
             lines.append(f"| {method} | {describe_tree(row)} | {row['tau']:.2f} |")
         card = _CARD.replace("{kind}", name.upper().replace("EAGLE", "EAGLE-"))
-        write_card(self.head(name), card, "\n".join(lines), len(read_chats(self.chats)))
+        write_card(self.head(name), card, "\n".join(lines), len(self._split_chats()[1]))
 
     def measure_curve(self) -> None:
         """Train heads on fewer tokens, and measure tau of exact decoding with each."""

@@ -346,8 +346,9 @@ class PairOptions(TargetOptions):
     drafter: DrafterName | None = Field(
         default=None,
         description="Drafter: a folder or a Hub name with an EAGLE head or a draft model; ngram"
-        " (prompt lookup) or adaptive-ngram (a table of what was decoded); bundled-eagle3 or"
-        " bundled-draft-model; default with the bundled target: the bundled EAGLE-2 head.",
+        " (prompt lookup) or adaptive-ngram (a table of what was decoded); bundled-eagle3,"
+        " bundled-draft-model, or for smollm2 smollm2-eagle2 or smollm2-eagle3; default with the"
+        " bundled target: the bundled EAGLE-2 head.",
     )
     device: str | None = Field(
         default=None,
