@@ -57,11 +57,11 @@ class EagleHead(DraftHead):
     def __init__(
         self, config: PreTrainedConfig, bias: bool = True, dtype: torch.dtype = torch.float32
     ) -> None:
-        super().__init__(config, config.hidden_size)
-        self.ranked_tokens = None
-        self.register_buffer("_row_weights", None, persistent=False)
-        self.register_buffer("_row_bias", None, persistent=False)
         try:
+            super().__init__(config, config.hidden_size)
+            self.ranked_tokens = None
+            self.register_buffer("_row_weights", None, persistent=False)
+            self.register_buffer("_row_bias", None, persistent=False)
             self._build(bias, dtype)
             try:
                 self._try_layer()
