@@ -188,8 +188,8 @@ def write_features(
     """Store the hidden states ``states`` of every chat that is not in a complete shard yet.
 
     Chats that the template rejects are stored without answers, and logged. All processes share the
-    work. The result has the same examples whatever their number, in this
-    run and in earlier ones that were interrupted.
+    work. The result has the same examples whatever their number, in this run and in earlier ones
+    that were interrupted.
     """
     state, folder = PartialState(), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
