@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, St
 from eagle_fsd.evaluation.config import EvaluationConfig
 from eagle_fsd.evaluation.methods import Method
 from eagle_fsd.model.pipeline import EagleFSD
+
+#: Tokens that prompt lookup drafts after a match.
+LOOKUP_TOKENS = 3
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,7 @@ class PaddedBatch(MethodBatch):
         with _generation_config_replaced(model.model, config):
             sequences = model.model.generate(  # type: ignore[operator]
                 **padded,
-                assistant_model=self.method.assistant,
+                **self._assistance(),
                 stopping_criteria=StoppingCriteriaList(self.criteria),
             )
         found: list[tuple[Hashable, Reply]] = []
@@ -165,6 +169,13 @@ class PaddedBatch(MethodBatch):
             passes = len(tokens) if self.method.assistant is None else None
             found.append((item, Reply(tokens, passes)))
         return found
+
+    def _assistance(self) -> dict[str, Any]:
+        """Return the arguments of ``generate`` for the method's assistant."""
+        assistant = self.method.assistant
+        if assistant == "ngram":
+            return {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
+        return {"assistant_model": assistant}
 
 
 @contextmanager

@@ -73,8 +73,8 @@ class EvaluationRequest(PairOptions):
     )
     assistant: str | None = Field(
         None,
-        description="With --baseline hf: draft model for Hugging Face's assisted generation, a"
-        " folder or a Hub name.",
+        description="With --baseline hf: also measure its assisted generation with this draft"
+        " model, a folder or a Hub name, or with its prompt lookup (ngram).",
     )
     execute_code: bool = Field(
         False,

@@ -15,6 +15,7 @@ from eagle_fsd.model.acceptance import RULES, FuzzyRule, PhaseRule
 from eagle_fsd.model.config import AcceptanceConfig, Settings, TreeConfig
 from eagle_fsd.model.loading import load_target
 from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.model.request import Decision
 from eagle_fsd.model.verify import AcceptanceRule
 from eagle_fsd.utils.options import OptionsError
 
@@ -39,8 +40,8 @@ class Method:
     rule: AcceptanceRule | None = None
     #: The ``method`` of :meth:`EagleFSD.generate`, or ``"hf"`` for Hugging Face's ``generate``.
     decoder: Literal["fsd", "ar", "hf"] = "fsd"
-    #: Draft model for Hugging Face's assisted generation.
-    assistant: PreTrainedModel | None = None
+    #: Draft model for Hugging Face's assisted generation, or ``"ngram"`` for prompt lookup.
+    assistant: PreTrainedModel | Literal["ngram"] | None = None
     #: Markers at the beginning of a line between which ``rule`` applies; without the first one, it
     #: applies from the beginning of the answer. Of a marker of several tokens, the last one counts.
     phase: tuple[str | None, str] | None = None
@@ -68,13 +69,19 @@ class Method:
         assert end is not None
         return PhaseRule(self.rule, begin, end)
 
+    def decision_for(self, model: EagleFSD) -> Decision:
+        """Return how tokens are decided, whatever the sampling options."""
+        acceptance = model.acceptance.overridden(self.acceptance)
+        return Decision.of(acceptance=acceptance, rule=self.rule_for(model))
+
     def describe(self, model: EagleFSD, rows: int = 1) -> dict[str, Any]:
         """Return the settings that this method's answers depend on, as JSON values.
 
         The shape of the tree may depend on ``rows``, the number of prompts decoded at once.
         """
         if self.decoder == "hf":
-            assistant = self.assistant.config._name_or_path if self.assistant else None
+            found = self.assistant
+            assistant = found.config._name_or_path if isinstance(found, PreTrainedModel) else found
             return {"method": "hf", "assistant": assistant}
         if self.decoder == "ar":
             return {"method": "plain"}
@@ -110,7 +117,7 @@ PLAIN = Method("plain", decoder="ar")
 EXACT = Method("exact", EAGLE_ACCEPTANCE)
 FSD = Method("fsd")
 HF = Method("hf", decoder="hf")
-HF_ASSISTED = "hf assisted"
+HF_ASSISTED, HF_LOOKUP = "hf assisted", "hf lookup"
 #: FSD until the marker of the final number in answers to the bundled problems and to GSM8K.
 BEFORE_RESULT = Method(
     "before ####", EAGLE_ACCEPTANCE, FuzzyRule(0.2, min_ratio=0.1), phase=(None, "####")
@@ -125,7 +132,7 @@ PRICED = [
     for price in (1.5, 0.75)
 ]
 #: Names of the methods that decode without a draft head.
-BASELINES = (PLAIN.name, HF.name, HF_ASSISTED)
+BASELINES = (PLAIN.name, HF.name, HF_ASSISTED, HF_LOOKUP)
 
 
 def find_methods(names: Sequence[str | Method]) -> list[Method]:
@@ -147,12 +154,14 @@ def decoded_methods(methods: Sequence[Method], model: EagleFSD) -> list[Method]:
 
 
 def baseline_methods(model: EagleFSD, assistant: str | None = None) -> list[Method]:
-    """Return Hugging Face's ``generate`` and, given a draft model, its assisted generation.
+    """Return Hugging Face's ``generate`` and, given an assistant, its assisted generation.
 
-    ``assistant`` is a folder or a Hub name.
+    ``assistant`` is the folder or Hub name of a draft model, or ``"ngram"`` for prompt lookup.
     """
     if assistant is None:
         return [HF]
+    if assistant == "ngram":
+        return [HF, Method(HF_LOOKUP, decoder="hf", assistant="ngram")]
     draft = load_target(assistant, model.target.dtype, model.target.device)
     size, expected = draft.config.vocab_size, model.model.config.vocab_size
     if size != expected:

@@ -218,7 +218,7 @@ def tune(
     }
     methods = [EXACT] if model.acceptance.lossless else [EXACT, FSD]
     with folder_lock(folder):
-        recorder = LengthRecorder(workload, folder / LENGTHS_FILE)
+        recorder = LengthRecorder(workload, methods, folder / LENGTHS_FILE)
         search = TreeSearch(workload, recorder, progress, list(map(TreeRace, methods)))
         tuning = Tuning(about, search)
         try:

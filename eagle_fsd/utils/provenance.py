@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 from datetime import datetime, timezone
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,9 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+@cache
 def _revision() -> str | None:
-    """Return the Git revision of the checkout; None if there is none."""
+    """Return the Git revision of the checkout when first asked for; None if there is none."""
     try:
         # Fails where the package is installed inside another repository, such as in its .venv.
         _git("ls-files", "--error-unmatch", Path(__file__).name)

@@ -32,7 +32,7 @@ from eagle_fsd.model.config import TreeConfig
 prediction.SECONDS, search.TIMED_ROUNDS, calibration.RACE_GROUPS = 0.0, 1, 2
 def measure_once(workload, advance, rounds=1):
     return prediction.measure_costs(workload, advance, 1)
-def one_tree(quick=False):
+def one_tree():
     return [TreeConfig(total_tokens=12, depth=10, top_k=1)]
 search.measure_costs, search.recorded_trees = measure_once, one_tree
 if os.environ["RANK"] == "1":

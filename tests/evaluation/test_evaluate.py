@@ -185,12 +185,15 @@ def test_the_batch_does_not_change_answers(model: EagleFSD, tmp_path: Path) -> N
                 assert one["log_likelihood"] == pytest.approx(two["log_likelihood"], abs=1e-5)
 
 
-def test_hugging_face_gives_the_same_answers(tmp_path: Path) -> None:
-    """Its generate and its assisted generation, for which the target assists itself."""
-    request = {"baseline": "hf", "assistant": str(BUNDLED_TARGET)}
+@pytest.mark.parametrize(
+    ("assistant", "name"), [(str(BUNDLED_TARGET), "hf assisted"), ("ngram", "hf lookup")]
+)
+def test_hugging_face_gives_the_same_answers(assistant: str, name: str, tmp_path: Path) -> None:
+    """Its generate, assisted generation, for which the target assists itself, and prompt lookup."""
+    request = {"baseline": "hf", "assistant": assistant}
     report = run(tmp_path, ["exact", "hf"], request=request, max_new_tokens=8)
     rows = report["rows"]
-    assert [row["method"] for row in rows] == ["hf", "hf assisted", "exact"]
+    assert [row["method"] for row in rows] == ["hf", name, "exact"]
     assert rows[0]["tokens"] == rows[1]["tokens"] == rows[2]["tokens"] > 0
     assert rows[0]["speed_over_hf"] == pytest.approx(1.0)
     answers = [read_jsonl(tmp_path / f"{row['method']}.jsonl") for row in rows]

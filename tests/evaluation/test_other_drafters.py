@@ -38,7 +38,7 @@ def few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = TreeConfig(total_tokens=12, depth=10, top_k=1)
     for name, value in (("SECONDS", 0.0), ("STEPS", 1), ("ROUNDS", 1)):
         monkeypatch.setattr(prediction, name, value)
-    monkeypatch.setattr(search, "recorded_trees", lambda quick=False: [chain])
+    monkeypatch.setattr(search, "recorded_trees", lambda: [chain])
     monkeypatch.setattr(search, "TIMED_ROUNDS", 1)
     monkeypatch.setattr(tune_module, "BATCHES", (4,))
     monkeypatch.setattr(tune_module, "BATCH_ROUNDS", 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import shutil
 from collections import Counter
@@ -19,7 +20,14 @@ from eagle_fsd import EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.bundled import BUNDLED_HEAD
 from eagle_fsd.evaluation import tune as tune_module
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
-from eagle_fsd.evaluation.methods import EXACT, PLAIN, Method, fsd_method
+from eagle_fsd.evaluation.methods import (
+    EXACT,
+    PLAIN,
+    PRICED,
+    Method,
+    fsd_method,
+    rule_method,
+)
 from eagle_fsd.evaluation.questions.formats import bundled_questions
 from eagle_fsd.evaluation.search import search
 from eagle_fsd.evaluation.search.prediction import (
@@ -27,6 +35,7 @@ from eagle_fsd.evaluation.search.prediction import (
     Candidate,
     LengthRecorder,
     Lengths,
+    ObservingRule,
     StepCosts,
     candidate_trees,
     capacity,
@@ -40,6 +49,7 @@ from eagle_fsd.evaluation.search.search import (
     Runner,
     TreePlan,
     TreeRace,
+    TreeSearch,
     plan_rounds,
     plan_trees,
     race,
@@ -93,11 +103,11 @@ def test_costs_predict_the_steps_of_other_trees() -> None:
 
 
 def test_tau_is_predicted_from_recordings_with_larger_trees() -> None:
-    chain = Lengths({tree(64, 62, 1): [[12, 5], [3]]})
+    chain = Lengths({tree(64, 62, 1): [12, 5, 3]})
     # Of runs of 12, 5 and 3 tokens, steps of at most 5 tokens need 3, 1 and 1.
     for shape, tau in (((64, 62, 1), 20 / 3), ((5, 3, 1), 20 / 5), ((20, 3, 1), 20 / 5)):
         assert chain.tau(tree(*shape)) == pytest.approx(tau)
-    bushy = Lengths({tree(8, 6, 2): [[2, 4]], tree(32, 20, 2): [[4, 12]], tree(8, 6, 1): [[4]]})
+    bushy = Lengths({tree(8, 6, 2): [2, 4], tree(32, 20, 2): [4, 12], tree(8, 6, 1): [4]})
     for shape, tau in (
         ((8, 6, 2), 3.0),
         ((32, 20, 2), 8.0),
@@ -109,19 +119,55 @@ def test_tau_is_predicted_from_recordings_with_larger_trees() -> None:
         assert bushy.tau(tree(*shape)) is None  # no recording covers it
 
 
+def test_all_methods_are_recorded_in_one_pass(model: EagleFSD, tmp_path: Path) -> None:
+    """Exact decoding's lengths are its own; those of the others are theirs in the first step."""
+    names = ("acc 0.2", "mixture 0.5", "regret 0.2", "deferred 0.1")
+    methods = [EXACT, fsd_method(0.4), *map(rule_method, names), *PRICED]
+    methods.append(
+        replace(fsd_method(0.4), name="late", acceptance={"threshold": 0.4, "exact_first": 3})
+    )
+    shape = tree(12, 10, 1)
+    for temperature in (0.0, 1.0):
+        prompts = workload(model, temperature=temperature)
+        path = tmp_path / f"{temperature}.jsonl"
+        found = LengthRecorder(prompts, methods, path).record(shape)
+        for method, lengths in zip(methods, found, strict=True):
+            own = replace(method, tree=shape)
+            answers, _ = prompts.decode(prompts.pair(), own, 0, 4)
+            steps = [answer.stats.accepted[0] for answer in answers]
+            assert lengths[:4] == [accepted[0] for accepted in steps], method.name
+            if method is EXACT:  # the last step of an answer may emit more than its limit
+                whole = Counter(itertools.chain(*(accepted[:-1] for accepted in steps)))
+                assert (Counter(lengths) - whole).total() == len(steps)
+    assert sum(found[1]) > sum(found[0]) > 0
+
+
 def test_recordings_are_kept(model: EagleFSD, tmp_path: Path) -> None:
-    """They belong to the prompts and the options that they were made with."""
-    path, method = tmp_path / "lengths.jsonl", replace(EXACT, tree=tree(8, 2, 2))
-    prompts = workload(model)
-    found = LengthRecorder(prompts, path).record(method)
-    assert [sum(answer) for answer in found] == [48] * 4
+    """They belong to the prompts, the options and the methods that they were made with."""
+    path, shape, prompts = tmp_path / "lengths.jsonl", tree(8, 2, 2), workload(model)
+    found = LengthRecorder(prompts, [EXACT], path).record(shape)
     first = replace(prompts, prompts=prompts.prompts[:1])
-    for lines, other in enumerate((prompts, workload(model, max_new_tokens=8), first), 1):
-        LengthRecorder(other, path).record(method)
+    others = (prompts, [EXACT]), (workload(model, max_new_tokens=8), [EXACT]), (first, [EXACT])
+    for lines, (other, methods) in enumerate((*others, (prompts, [EXACT, fsd_method(0.1)])), 1):
+        LengthRecorder(other, methods, path).record(shape)
         assert len(read_jsonl(path)) == lines
     with path.open("a") as file:
         file.write('{"key": "ab')  # an interrupted run
-    assert LengthRecorder(prompts, path).record(method) == found
+    assert LengthRecorder(prompts, [EXACT], path).record(shape) == found
+
+
+def test_larger_trees_are_not_recorded_where_they_are_slower(
+    model: EagleFSD, tmp_path: Path
+) -> None:
+    """Steps of a slow target cost about as much as their nodes; steps of a fast one do not."""
+    for seconds, largest in ((0.1, 12), (0.0001, 64)):
+        recorder = LengthRecorder(workload(model), [EXACT], tmp_path / f"{largest}.jsonl")
+        search_ = TreeSearch(recorder.workload, recorder, no_progress, [])
+        search_.costs = replace(
+            linear_costs(), nodes={count: 0.01 + seconds * count for count in (1, 4, 16, 64)}
+        )
+        chains = [item.tree for item in search_.predict()["exact"] if item.tree.top_k == 1]
+        assert max(item.total_tokens for item in chains) == largest
 
 
 def test_candidates_are_different_complete_trees() -> None:
@@ -130,20 +176,21 @@ def test_candidates_are_different_complete_trees() -> None:
     assert all(capacity(item) == item.total_tokens for item in trees)
     assert all(max_emitted(item) == item.depth + 2 for item in trees)
     assert max(item.depth for item in trees) == 62
-    assert set(recorded_trees(quick=True)) < set(recorded_trees())
+    sizes = [item.total_tokens for item in recorded_trees()]
+    assert sizes == sorted(sizes)
 
 
 def test_ranking_weighs_lengths_against_costs() -> None:
     """Short runs need no long chain. The shortlist holds every width and the current tree."""
     for length, largest in ((3, 8), (40, 48)):
-        ranked = rank(linear_costs(), Lengths({tree(64, 62, 1): [[length] * 10]}))
+        ranked = rank(linear_costs(), Lengths({tree(64, 62, 1): [length] * 10}))
         speeds = [item.tokens_per_second for item in ranked]
         assert speeds == sorted(speeds, reverse=True)
         best = ranked[0]
         assert best.tree.total_tokens <= largest
         assert best.tokens_per_second == pytest.approx(best.tau / linear_seconds(best.tree))
     recorded = {(64, 62, 1): 60, (6, 4, 2): 2, (64, 30, 2): 3, (12, 10, 4): 2, (64, 16, 4): 3}
-    lengths = Lengths({tree(*shape): [[length] * 10] for shape, length in recorded.items()})
+    lengths = Lengths({tree(*shape): [length] * 10 for shape, length in recorded.items()})
     trees = shortlist(rank(linear_costs(), lengths), tree(17, 5, 3))
     assert {item.top_k for item in trees} == {1, 2, 3, 4}
     assert trees[-1] == tree(17, 5, 3)
@@ -227,7 +274,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure nothing, and predict from one recording."""
     for module in (search, tune_module):
         monkeypatch.setattr(module, "measure_costs", lambda *_: linear_costs())
-    monkeypatch.setattr(search, "recorded_trees", lambda quick=False: [tree(12, 10, 1)])
+    monkeypatch.setattr(search, "recorded_trees", lambda: [tree(12, 10, 1)])
 
 
 def test_the_best_trees_are_chosen_by_measured_steps(
@@ -265,8 +312,9 @@ class Simulated(Workload):
     seconds: Callable[[TreeConfig | None], float]
 
     def decode(self, _: Any, method: Method, __: int, count: int) -> tuple[list[Any], float]:
-        stats = SimpleNamespace(steps=1, accepted=[[4]])
-        answers = [SimpleNamespace(tokens=[0] * 4, stats=stats)] * count
+        if isinstance(method.rule, ObservingRule):
+            method.rule.lengths = [[4] * count for _ in method.rule.lengths]
+        answers = [SimpleNamespace(tokens=[0] * 4, stats=SimpleNamespace(steps=1))] * count
         return answers, count * self.seconds(method.tree)
 
 

@@ -1,8 +1,11 @@
 """Predict the speed of any tree from the accepted lengths of a few and the time of a few steps.
 
-Accepted lengths are recorded with a few large trees. A recording with a deep tree predicts tau for
-every smaller depth. If a step emitted ``L`` tokens and the tree in question emits at most ``m``,
-then
+Accepted lengths are recorded with a few large trees, for all methods at once: answers are decoded
+exactly, and at every step each method verifies the same tree (:class:`ObservingRule`), as if the
+tokens before were the exact ones.
+
+A recording with a deep tree predicts tau for every smaller depth. If a step emitted ``L`` tokens
+and the tree in question emits at most ``m``, then
 
 - on a chain, whose steps end where the target disagrees, the ``L`` tokens take ``ceil(L / m)``
   steps;
@@ -27,33 +30,38 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from eagle_fsd.evaluation.methods import EXACT, PLAIN, Method
 from eagle_fsd.evaluation.processes import from_first
 from eagle_fsd.evaluation.search.workload import Workload
+from eagle_fsd.model.acceptance import ExactRule
 from eagle_fsd.model.compilation import EAGER_STEPS, using_device
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.ngram import MAX_FOLLOWERS, AdaptiveNGramDrafter
 from eagle_fsd.model.identity import fingerprint
+from eagle_fsd.model.request import Decision
+from eagle_fsd.model.verify import Verification, VerificationInputs, verify
 from eagle_fsd.utils.files import append_line, read_jsonl, truncate_partial_line
 from eagle_fsd.utils.progress import Progress
 
-#: Prompts that are decoded at once.
-BATCH = 16
+#: Prompts that accepted lengths are recorded on, all at once, and tokens of every answer.
+RECORDED_PROMPTS, RECORDED_TOKENS = 16, 64
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """The tokens that each target pass of one method emitted, for each answer, by tree."""
+    """The tokens that each target pass of one method emitted, by tree."""
 
-    recorded: Mapping[TreeConfig, Sequence[Sequence[int]]]
+    recorded: dict[TreeConfig, Sequence[int]]
 
     def tau(self, tree: TreeConfig) -> float | None:
         """Predict the mean number of tokens that a target pass emits.
@@ -62,13 +70,13 @@ class Lengths:
         nodes and levels.
         """
         if tree.top_k == 1:
-            for recorded, answers in self.recorded.items():
+            for recorded, lengths in self.recorded.items():
                 if recorded.top_k == 1 and max_emitted(recorded) >= max_emitted(tree):
-                    return _tau(answers, tree)
+                    return _tau(lengths, tree)
             return None
         points = sorted(
-            (recorded.total_tokens, _tau(answers, tree))
-            for recorded, answers in self.recorded.items()
+            (recorded.total_tokens, _tau(lengths, tree))
+            for recorded, lengths in self.recorded.items()
             if recorded.top_k == tree.top_k
             and recorded.depth >= min(tree.depth, recorded.total_tokens - 2)
         )
@@ -90,29 +98,82 @@ def capacity(tree: TreeConfig) -> int:
     return min(tree.total_tokens, pool)
 
 
-def _tau(answers: Sequence[Sequence[int]], tree: TreeConfig) -> float:
+def _tau(lengths: Sequence[int], tree: TreeConfig) -> float:
     """Return the mean number of tokens per step, given those of a deeper tree."""
     most = max_emitted(tree)
-    lengths = [length for answer in answers for length in answer]
     if tree.top_k == 1:
         return sum(lengths) / max(1, sum(math.ceil(length / most) for length in lengths))
     return sum(min(length, most) for length in lengths) / max(1, len(lengths))
 
 
-class LengthRecorder:
-    """Record accepted lengths, and keep them in a file, from which an interrupted run resumes.
+class ObservingRule(ExactRule):
+    """Decode exactly, and record the tokens that other decisions would emit at every step.
 
-    ``digest`` is a hash of the pair, the prompts and the options of decoding.
+    ``lengths`` are those of each decision. Where a rule's state depends on what it has emitted, the
+    tokens beyond those of exact decoding count again in the next step.
     """
 
-    def __init__(self, workload: Workload, path: Path) -> None:
-        self.workload, self.path = workload, path
+    capturable = False  # the host reads the numbers of tokens
+
+    def __init__(self, decisions: Sequence[Decision]) -> None:
+        self.decisions, self.rules = decisions, [decision.rule for decision in decisions]
+        self.lengths: list[list[int]] = [[] for _ in decisions]
+        self.needs_uniform = any(rule.needs_uniform for rule in self.rules)
+        self.needs_drawn = any(
+            item.rule.needs_drawn or item.acceptance.selection == "sample" for item in decisions
+        )
+
+    @property
+    def needs_warped_draft(self) -> bool:
+        return any(rule.needs_warped_draft for rule in self.rules)
+
+    @property
+    def state_size(self) -> int:
+        return sum(rule.state_size for rule in self.rules)
+
+    def start(self, prompts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([rule.start(prompts) for rule in self.rules], 1)
+
+    def advance(self, inputs: VerificationInputs, kept: Verification) -> Tensor:
+        assert inputs.state is not None
+        states = inputs.state.split([rule.state_size for rule in self.rules], 1)
+        advanced = []
+        for decision, state, lengths in zip(self.decisions, states, self.lengths, strict=True):
+            own, rule, options = replace(inputs, state=state), decision.rule, decision.acceptance
+            found = verify(
+                own,
+                rule,
+                fallback=options.fallback,
+                selection=options.selection,
+                price=options.price,
+            )
+            lengths += found.count.tolist()
+            advanced.append(rule.advance(own, found))
+        return torch.cat(advanced, 1)
+
+
+class LengthRecorder:
+    """Record the accepted lengths of methods, and keep them in a file, from which a run resumes.
+
+    Each is recorded on the first tokens of the answers to the first prompts. ``digest`` is a hash
+    of the pair, the prompts, the options of decoding and the methods.
+    """
+
+    def __init__(self, workload: Workload, methods: Sequence[Method], path: Path) -> None:
+        tokens = min(RECORDED_TOKENS, workload.config.max_new_tokens)
+        self.workload = replace(
+            workload,
+            prompts=workload.prompts[:RECORDED_PROMPTS],
+            config=workload.config.updated(max_new_tokens=tokens),
+        )
+        self.methods, self.path = methods, path
         model = workload.model
         inputs = {
             "target": fingerprint(model.model),
             "drafter": fingerprint(model.drafter),
-            "prompts": [prompt.tolist() for prompt in workload.prompts],
-            "config": workload.config.model_dump(),
+            "prompts": [prompt.tolist() for prompt in self.workload.prompts],
+            "config": self.workload.config.model_dump(),
+            "methods": [method.describe(model) for method in methods],
         }
         self.digest = _digest(inputs)
         self._known: dict[str, list[list[int]]] = {}
@@ -120,17 +181,17 @@ class LengthRecorder:
         if path.exists():
             self._known = {line["key"]: line["accepted"] for line in read_jsonl(path)}
 
-    def record(self, method: Method) -> list[list[int]]:
-        """Return the tokens that each target pass of a method with its tree emits, by answer."""
-        key = _digest([self.digest, method.describe(self.workload.model)])
+    def record(self, tree: TreeConfig) -> list[list[int]]:
+        """Return the tokens that each target pass with a tree emits, for each of the methods."""
+        key = _digest([self.digest, tree.model_dump()])
         if key not in self._known:
-            pair, found = self.workload.pair(), []
-            total = len(self.workload.prompts)
-            for first in range(0, total, BATCH):
-                answers, _ = self.workload.decode(pair, method, first, min(BATCH, total - first))
-                found += [answer.stats.accepted[0] for answer in answers]
-            self._known[key] = found
-            append_line(self.path, json.dumps({"key": key, "accepted": found}))
+            rule = ObservingRule(
+                [method.decision_for(self.workload.model) for method in self.methods]
+            )
+            method = replace(EXACT, rule=rule, tree=tree)
+            self.workload.decode(self.workload.pair(), method, 0, len(self.workload.prompts))
+            self._known[key] = rule.lengths
+            append_line(self.path, json.dumps({"key": key, "accepted": rule.lengths}))
         return self._known[key]
 
 
@@ -271,16 +332,16 @@ def step_seconds(workload: Workload, method: Method, first: int) -> float:
 #: Nodes and depths to choose from, as far as recordings cover them.
 NODE_COUNTS = (4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 30)
-#: Nodes, depth and children of each node of the trees that accepted lengths are recorded with: a
-#: chain, and bushy trees that are as deep as may pay off.
+#: Nodes, depth and children of each node of the trees that accepted lengths are recorded with:
+#: chains, and bushy trees that are as deep as may pay off. The next larger tree of a width is left
+#: out where one is predicted to decode below a share of the speed of the fastest of its width.
 RECORDED = (
-    (64, 62, 1),
+    *((nodes, nodes - 2, 1) for nodes in (12, 64)),
     *((nodes, min(30, nodes - 2), 2) for nodes in (6, 12, 24, 64)),
     *((nodes, min(16, nodes - 2), 4) for nodes in (12, 24, 64)),
     *((nodes, 10, 8) for nodes in (24, 64)),
 )
-#: Those of them that are recorded where there are many methods.
-QUICK = ((64, 62, 1), (6, 4, 2), (12, 10, 2), (64, 30, 2), (24, 16, 4))
+MIN_RECORDED_SPEED = 0.8
 #: Trees that are raced: the best by prediction, and the best of every other width.
 SHORTLIST = 8
 #: A tree that consists of its root: plain decoding.
@@ -315,9 +376,16 @@ def candidate_trees() -> list[TreeConfig]:
     return [*chains, *(tree for tree in bushy if capacity(tree) == tree.total_tokens)]
 
 
-def recorded_trees(quick: bool = False) -> list[TreeConfig]:
-    """Return the trees that accepted lengths are recorded with; few if ``quick``."""
-    return _trees(QUICK if quick else RECORDED)
+def recorded_trees() -> list[TreeConfig]:
+    """Return the trees that accepted lengths are recorded with, the smallest first."""
+    return _trees(sorted(RECORDED))
+
+
+def is_past_best(costs: StepCosts, lengths: Lengths, tree: TreeConfig) -> bool:
+    """Whether a recorded tree is so much slower than the best of its width that none is larger."""
+    speeds = {item.tree: item.tokens_per_second for item in rank(costs, lengths)}
+    best = max(speed for other, speed in speeds.items() if other.top_k == tree.top_k)
+    return speeds[tree] < MIN_RECORDED_SPEED * best
 
 
 def shortlist(candidates: Sequence[Candidate], current: TreeConfig) -> list[TreeConfig]:

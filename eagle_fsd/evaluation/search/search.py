@@ -24,6 +24,7 @@ from eagle_fsd.evaluation.search.prediction import (
     LengthRecorder,
     Lengths,
     StepCosts,
+    is_past_best,
     measure_costs,
     rank,
     recorded_trees,
@@ -39,8 +40,6 @@ from eagle_fsd.utils.progress import Progress, ProgressFactory
 #: Groups of prompts in the first round, and candidates that remain in the last one, apart from
 #: those that are always kept.
 FIRST_ROUND, FINALISTS = 4, 2
-#: Prompts that accepted lengths are recorded on, where there are many methods.
-PREDICTION_PROMPTS = 12
 #: Trees of every method whose steps are timed, and the number of times.
 TIMED_TREES, TIMED_ROUNDS = 3, 5
 #: File with the trees of all methods.
@@ -225,8 +224,8 @@ def shape(tree: TreeConfig, separator: str = "/") -> str:
 class TreeSearch:
     """A search for the fastest trees of some methods, as far as it has got.
 
-    Trees are raced with the prompts of ``workload``; accepted lengths are recorded with those of
-    ``recorder``. ``costs`` are the measured times of a step.
+    Trees are raced with the prompts of ``workload``; accepted lengths are recorded by ``recorder``.
+    ``costs`` are the measured times of a step.
     """
 
     workload: Workload
@@ -239,7 +238,7 @@ class TreeSearch:
         """Predict the speed of every tree of each method, and race the best ones."""
         with self.progress("measuring steps") as advance:
             self.costs = measure_costs(self.workload, advance)
-        predicted = self.predict([item.method for item in self.races], recorded_trees())
+        predicted = self.predict()
         for item in self.races:
             item.predicted = predicted[item.method.name]
             item.references = {"plain": Runner(PLAIN, self.workload)}
@@ -247,20 +246,23 @@ class TreeSearch:
             with self.progress(f"racing trees of {item.method.name}") as advance:
                 item.run(self.workload, trees, advance)
 
-    def predict(
-        self, methods: Sequence[Method], trees: Sequence[TreeConfig]
-    ) -> dict[str, list[Candidate]]:
-        """Return the trees of each method, fastest first, by recordings with some ``trees``."""
+    def predict(self, *others: TreeConfig) -> dict[str, list[Candidate]]:
+        """Return the trees of each recorded method, fastest first; ``others`` are among them."""
         assert self.costs is not None
-        found = {}
+        trees = list(dict.fromkeys([*recorded_trees(), *others]))
+        found = {method.name: Lengths({}) for method in self.recorder.methods}
+        finished: set[int] = set()  # widths of which larger trees are slower
         with self.progress("recording accepted lengths") as advance:
-            for at, method in enumerate(methods):
-                recorded = {}
-                for index, tree in enumerate(trees):
-                    recorded[tree] = self.recorder.record(replace(method, tree=tree))
-                    advance(at * len(trees) + index + 1, len(methods) * len(trees))
-                found[method.name] = rank(self.costs, Lengths(recorded))
-        return found
+            for at, tree in enumerate(trees, 1):
+                if tree.top_k not in finished or tree in others:
+                    for lengths, new in zip(
+                        found.values(), self.recorder.record(tree), strict=True
+                    ):
+                        lengths.recorded[tree] = new
+                    if all(is_past_best(self.costs, item, tree) for item in found.values()):
+                        finished.add(tree.top_k)
+                advance(at, len(trees))
+        return {name: rank(self.costs, lengths) for name, lengths in found.items()}
 
 
 class TreePlan(BaseModel):
@@ -329,10 +331,9 @@ def plan_trees(
     passes, with which other trees are faster; the workload's pair stays compiled. The last race is
     between the best trees of exact decoding, in turn with the fastest of the methods.
     """
-    few = replace(workload, prompts=workload.prompts[:PREDICTION_PROMPTS])
-    recorder = LengthRecorder(few, file.with_name(f"{file.stem}.lengths.jsonl"))
-    described = [method.describe(workload.model) for method in methods]
-    key = [recorder.digest, described, compiled]
+    lengths = file.with_name(f"{file.stem}.lengths.jsonl")
+    recorder = LengthRecorder(workload, [EXACT, *methods], lengths)
+    key = [recorder.digest, compiled]
     if file.exists():
         found = json.loads(file.read_text(encoding="utf-8"))
         if found["key"] == key:
@@ -341,9 +342,8 @@ def plan_trees(
     search = TreeSearch(workload, recorder, progress, [exact])
     search.run()
     # Every method may take the tree of exact decoding, which may be none of the candidates.
-    predicted = search.predict([EXACT], list(dict.fromkeys([*recorded_trees(), exact.tree])))
-    quick = list(dict.fromkeys([*recorded_trees(quick=True), exact.tree]))
-    plan = TreePlan(exact=exact.tree, candidates=predicted | search.predict(methods, quick))
+    own = [exact.tree] if exact.tree != PLAIN_TREE else []
+    plan = TreePlan(exact=exact.tree, candidates=search.predict(*own))
     plan = plan.timed(workload, progress)
     if compiled:
         workload.model.compile = True
