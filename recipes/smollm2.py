@@ -2,9 +2,9 @@
 
 ``chats`` has the target write chats, and answer the training questions of GSM8K if they are there;
 chats that share a question with a benchmark are left out. ``eagle2`` and ``eagle3`` train the heads
-on them, ``tune`` and ``calibrate`` select their settings on chats that are not trained on, ``card``
-measures them on questions of Spec-Bench and writes the model cards, and ``curve`` measures heads
-trained on fewer tokens.
+on them, ``tune`` and ``calibrate`` select their settings on chats that are not trained on, which
+IFEval's prompts certify, ``card`` measures them on questions of Spec-Bench and writes the model
+cards, and ``curve`` measures heads trained on fewer tokens.
 
 Every stage resumes: from its files in ``--work``, and without these from what is committed. The
 chats are compressed parts in ``smollm2_chats``, with their hashes in ``parts.json``; ``--parts``
@@ -65,8 +65,9 @@ BENCHMARKS = (
 )
 #: First chats, which are not trained on: their questions select the settings.
 TUNING_CHATS = 128
-#: Nats per token that the calibrated setting may give up in an answer.
-MAX_REGRET = 0.05
+#: Nats per token that an answer of the setting to certify may give up, and the percentage points of
+#: IFEval's prompts that it may lose.
+MAX_REGRET, MAX_DROP = 0.05, 3
 #: Heads by stage. The target's projection has 49,152 rows, which every level of a draft tree reads;
 #: an EAGLE-3 head contains its rows, and 16 MB hold 4,096. After 60 steps, the EAGLE-2 head's most
 #: likely token was the target's at 30 % of positions with a learning rate of 1e-3, at 21 % with
@@ -104,7 +105,9 @@ class Scale:
     max_new_tokens: int = 512
     batch_size: int = 96
     max_steps: int | None = None
+    tuning: int = 16
     questions: int = 80
+    prompts: int | None = None
     curve: tuple[int, ...] = (100_000, 300_000, 1_000_000, 3_000_000)
 
 
@@ -115,7 +118,9 @@ TINY = Scale(
     max_new_tokens=96,
     batch_size=4,
     max_steps=2,
+    tuning=2,
     questions=6,
+    prompts=6,
     curve=(500, 1000),
 )
 
@@ -255,18 +260,25 @@ class Recipe:
             turns = [message["content"] for message in chat if message["role"] == "user"][:1]
             line = {"question_id": number, "category": "synthesized", "turns": turns}
             lines.append(json.dumps(line) + "\n")
-        file = self.work / "tuning.jsonl"
-        atomic_write(file, "".join(lines))
-        words = [sys.executable, "-m", "eagle_fsd.cli", command, str(file), "--install"]
+        tuning = self.work / "tuning.jsonl"
+        atomic_write(tuning, "".join(lines))
+        file, tokens = SHARED / BENCHMARKS[2], min(256, self.scale.max_new_tokens)
         options = {
             "--target": TARGET,
             "--drafter": self.head(name),
             "--out": self.work / f"{command}-{name}",
-            "--max-new-tokens": min(256, self.scale.max_new_tokens),
-            "--count": self.scale.questions,
         }
-        if command == "calibrate":  # the questions have no references
-            options |= {"--measure": "regret", "--max-regret": MAX_REGRET}
+        count: int | None
+        if command == "tune":
+            questions, count = tuning, self.scale.tuning
+            options["--max-new-tokens"] = tokens // 2
+        else:
+            questions, count = file if file.exists() else Path("ifeval"), self.scale.prompts
+            options |= {"--select-on": tuning, "--select-regret": MAX_REGRET}
+            options |= {"--max-drop": MAX_DROP, "--max-new-tokens": tokens}
+        if count is not None:
+            options["--count"] = count
+        words = [sys.executable, "-m", "eagle_fsd.cli", command, str(questions), "--install"]
         words += [str(word) for option in options.items() for word in option]
         subprocess.run(words, check=True)
 

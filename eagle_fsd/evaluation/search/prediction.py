@@ -29,6 +29,7 @@ import hashlib
 import json
 import math
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -207,14 +208,15 @@ NODES = (4, 8, 16, 32, 48, 64)
 LEVEL_NODES, DEPTHS = 16, (14, 46)
 #: Least number of steps and seconds of every measurement, without its first step. Measurements of
 #: equal length are interrupted by other processes equally often, whatever the length of a step.
-STEPS, SECONDS = 5, 0.05
+STEPS, SECONDS = 3, 0.05
 #: How often the steps of a measurement are taken before it, by type of device. On CUDA, steps run
 #: eagerly and are captured before they are replayed.
 WARM_UPS = {"cuda": EAGER_STEPS + 1}
 #: Tokens after which a measurement ends in any case.
 MAX_TOKENS = 4096
-#: Every measurement is repeated; the fastest counts, because other processes only add time.
-ROUNDS = 7
+#: Every measurement is repeated so often, or for about so many seconds in all; the fastest counts,
+#: because other processes only add time.
+ROUNDS, ROUNDS_SECONDS = 7, 60.0
 
 
 class FullTrees(AdaptiveNGramDrafter):
@@ -281,14 +283,16 @@ def measure_costs(workload: Workload, progress: Progress, rounds: int | None = N
 
     The measurements rotate, so that changes in the machine's speed affect all of them alike.
     """
-    rounds = rounds or ROUNDS
-    trees = measured_trees()
+    rounds, begin = rounds or ROUNDS, time.perf_counter()
+    target, trees = workload.model.target, measured_trees()
     methods = [PLAIN, *(Method("exact", EXACT.acceptance, tree=tree) for tree in trees)]
     seconds: list[list[float]] = [[] for _ in methods]
     for round_ in range(rounds):
         for at, method in enumerate(methods):
             seconds[at].append(step_seconds(workload, method, round_))
             progress(round_ * len(methods) + at + 1, rounds * len(methods))
+        if from_first(target, lambda: time.perf_counter() - begin) > ROUNDS_SECONDS:
+            break
     plain, *others = map(min, seconds)
     return StepCosts.fit(plain, dict(zip(trees, others, strict=True)))
 
