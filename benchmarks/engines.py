@@ -3,6 +3,8 @@
 ::
 
     python benchmarks/engines.py --vllm-python .venv/vllm/bin/python
+    python benchmarks/engines.py --vllm-python .venv/vllm/bin/python --target smollm2 \\
+        --head eagle_fsd/bundled/smollm2_eagle3 --method eagle3 --chain 3
 
 Each method decodes the same word problems, greedily, one after the other and 16 at once, in a
 process of its own; ``make .venv/.vllm`` installs the interpreter. The drafter is exported to vLLM's
@@ -21,6 +23,7 @@ from typing import Any
 from measurement import EXACT, PLAIN, Table, new_parser, parse, progress, save_report, word_problems
 
 from eagle_fsd.bundled import BUNDLED_EAGLE3, BUNDLED_HEAD, BUNDLED_TARGET
+from eagle_fsd.model.gguf import locate_model
 from eagle_fsd.model.loading import load_tokenizer
 from eagle_fsd.train.config import ExportRequest
 from eagle_fsd.train.export import export_head
@@ -48,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     parser = new_parser(__doc__.splitlines()[0], compiles=False)
     parser.add_argument("--vllm-python", required=True, help="interpreter with vLLM")
-    parser.add_argument("--target", default=str(BUNDLED_TARGET), help="folder of the target")
+    parser.add_argument("--target", default=BUNDLED_TARGET, help="folder or name of the target")
     parser.add_argument("--head", help="its EAGLE head; default: the bundled one")
     parser.add_argument("--method", default="eagle", choices=HEADS, help="kind of the head")
     parser.add_argument("--chain", type=int, default=5, help="drafted tokens per step")
@@ -56,15 +59,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=200, help="tokens per answer")
     options = parse(parser, arguments, device="cpu", dtype="float32")
     count, concurrency = (2, [1, 2]) if options.quick else (options.count, [1, 16])
-    prompts = [task.ids for task in word_problems(load_tokenizer(options.target), count)]
-    table = Table("Rules in vLLM", COLUMNS, [])
+    target = locate_model(options.target)
+    prompts = [task.ids for task in word_problems(load_tokenizer(target), count)]
+    table, report = Table("Rules in vLLM", COLUMNS, []), f"engines-{options.method}"
+    if options.target != BUNDLED_TARGET:
+        report += f"-{Path(options.target).name}"
     with tempfile.TemporaryDirectory() as folder:
         head = Path(folder, "head")
         request = ExportRequest(
             head=Path(options.head or HEADS[options.method]),
             format="vllm",
             out=head,
-            target=options.target,
+            target=target,
         )
         export_head(request)
         speculative = {
@@ -81,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, values in progress(methods.items(), "methods"):
             file = Path(folder, "request.json")
             request_values = {
-                "target": options.target,
+                "target": target,
                 "prompts": prompts,
                 "max_tokens": 20 if options.quick else options.max_tokens,
                 "concurrency": concurrency,
@@ -105,8 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"{count} problems, chains of {options.chain}. Answers of exact speculation that"
                 f" equal plain decoding's: {', '.join(equal)}. The first model runner of vLLM."
             )
-            save_report(options, f"engines-{options.method}", [table], finished=False)
-    save_report(options, f"engines-{options.method}", [table])
+            save_report(options, report, [table], finished=False)
+    save_report(options, report, [table])
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from eagle_fsd.model.cache import TreeCache
+from eagle_fsd.model.packed_weights import linear
 
 #: Families whose decoder layers these are.
 FAMILIES = "llama", "mistral", "qwen2"
@@ -55,7 +56,7 @@ def is_plain(layer: nn.Module, config: PreTrainedConfig) -> bool:
             for name, part in layer.named_modules()
             if name.endswith("norm")
         )
-        and not any(map(_is_changed, layer.modules()))
+        and not any(map(is_changed, layer.modules()))
     )
 
 
@@ -67,11 +68,11 @@ def is_plain_model(model: Any) -> bool:
         and name.endswith("ForCausalLM")
         and model.config.model_type in FAMILIES
         and all(is_plain(layer, model.config) for layer in body.layers)
-        and not any(map(_is_changed, (model, body, body.rotary_emb, body.norm)))
+        and not any(map(is_changed, (model, body, body.rotary_emb, body.norm)))
     )
 
 
-def _is_changed(part: nn.Module) -> bool:
+def is_changed(part: nn.Module) -> bool:
     """Whether a module's function is not a library's own, or a hook may change its result."""
     if "forward" in part.__dict__ or not type(part).forward.__module__.startswith(LIBRARIES):
         return True
@@ -119,7 +120,7 @@ def attend(module: Any, x: Tensor, inputs: AttentionInputs) -> Tensor:
     shape, (cos, sin) = (batch, length, -1, module.head_dim), inputs.rotary
     half = module.head_dim // 2
     query, key, value = (
-        F.linear(x, part.weight, part.bias).view(shape)
+        linear(x, part.weight, part.bias).view(shape)
         for part in (module.q_proj, module.k_proj, module.v_proj)
     )
     query = torch.addcmul(query * cos, query.roll(half, -1), sin)
@@ -133,11 +134,11 @@ def attend(module: Any, x: Tensor, inputs: AttentionInputs) -> Tensor:
         query = query.transpose(1, 2)
     found = F.scaled_dot_product_attention(query, keys, values, inputs.mask, scale=module.scaling)
     found = found.view(batch, -1, length, module.head_dim).transpose(1, 2).flatten(2)
-    return F.linear(found, module.o_proj.weight, module.o_proj.bias)
+    return linear(found, module.o_proj.weight, module.o_proj.bias)
 
 
 def feed_forward(module: Any, x: Tensor) -> Tensor:
     """Apply a gated MLP to ``[B, S, H]``."""
     gate, up, down = module.gate_proj, module.up_proj, module.down_proj
-    gated = F.silu(F.linear(x, gate.weight, gate.bias)) * F.linear(x, up.weight, up.bias)
-    return F.linear(gated, down.weight, down.bias)
+    gated = F.silu(linear(x, gate.weight, gate.bias)) * linear(x, up.weight, up.bias)
+    return linear(gated, down.weight, down.bias)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -24,7 +23,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from eagle_fsd.model.attention import TREE_ATTENTION, fold_mask, query_groups
 from eagle_fsd.model.cache import Layout, TreeCache, additive_mask
-from eagle_fsd.model.plain_layers import is_plain_model, run_layers
+from eagle_fsd.model.packed_weights import forget_changed, linear
+from eagle_fsd.model.plain_layers import is_changed, is_plain_model, run_layers
 from eagle_fsd.model.tree import DraftTree
 
 #: Attention implementations that accept an arbitrary 4-D mask.
@@ -148,7 +148,9 @@ class Target:
         """
         weight = self.lm_head.weight if rows is None else rows[0]
         features = features.to(weight.dtype)
-        logits: Tensor = self.lm_head(features) if rows is None else F.linear(features, *rows)
+        if rows is None and self._plain_projection:
+            rows = self.lm_head.weight, self.lm_head.bias
+        logits: Tensor = self.lm_head(features) if rows is None else linear(features, *rows)
         logits = logits.float()
         if self._logit_scale is not None:
             logits = logits * self._logit_scale
@@ -280,6 +282,8 @@ class Target:
         self.register(states)
         # Query heads per key head that masks of plain layers are folded for; 0 for other layers.
         self._plain_groups = query_groups(self.model) if is_plain_model(self.model) else 0
+        self._plain_projection = type(self.lm_head) is nn.Linear and not is_changed(self.lm_head)
+        forget_changed()
 
     def register(self, states: Sequence[int]) -> None:
         """Register the hooks that :meth:`recording` needs, unless that has been done."""

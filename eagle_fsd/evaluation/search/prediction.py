@@ -208,7 +208,7 @@ NODES = (4, 8, 16, 32, 48, 64)
 LEVEL_NODES, DEPTHS = 16, (14, 46)
 #: Least number of steps and seconds of every measurement, without its first step. Measurements of
 #: equal length are interrupted by other processes equally often, whatever the length of a step.
-STEPS, SECONDS = 3, 0.05
+STEPS, SECONDS = 1, 0.05
 #: How often the steps of a measurement are taken before it, by type of device. On CUDA, steps run
 #: eagerly and are captured before they are replayed.
 WARM_UPS = {"cuda": EAGER_STEPS + 1}

@@ -34,6 +34,7 @@ from typing_extensions import Self
 
 from eagle_fsd.model.attention import config_groups
 from eagle_fsd.model.drafters.heads import DraftHead, decoder_layers
+from eagle_fsd.model.packed_weights import linear
 from eagle_fsd.model.plain_layers import AttentionInputs, attend, feed_forward, norm
 from eagle_fsd.model.target import Target
 
@@ -216,7 +217,8 @@ class Eagle3Head(DraftHead):
         normed = self.norm(hidden)
         if self.projects:
             return F.log_softmax(self.target.project(normed), dim=-1)
-        return F.log_softmax(self.lm_head(normed).float(), dim=-1)
+        logits = linear(normed, self.lm_head.weight, self.lm_head.bias)
+        return F.log_softmax(logits.float(), dim=-1)
 
     def _run_layers(self, x: Tensor, embedded: Tensor, options: dict[str, Any]) -> Tensor:
         z: Tensor = self.layers[0](x, embedded, **options)

@@ -1,0 +1,101 @@
+"""Large float32 weights in the layout that oneDNN prefers, for a handful of tokens on an x86 CPU.
+
+There, torch multiplies one token by a weight as fast as it reads the weight. For a few tokens, BLAS
+rearranges the weight in every call, which takes longer than the multiplication: a pass over four
+tokens costs 1.6 times as much as one over a single token. Rearranged once and kept, large weights
+are multiplied in half to four fifths of the time. Small ones are not: a call of oneDNN costs
+more.
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+from dataclasses import dataclass
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+#: Least number of values of a weight, and largest number of tokens, for which packing pays.
+MIN_VALUES, MAX_TOKENS = 2**19, 64
+#: Share of the machine's memory that packed weights may take.
+MEMORY_SHARE = 0.25
+#: Values of a weight that are compared to find out whether it has changed.
+SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A packed weight, and what the weight was like: its address, version and some values."""
+
+    weight: Tensor
+    address: int
+    version: int
+    sample: Tensor
+
+    def is_current(self, weight: Tensor) -> bool:
+        """Whether the weight was not replaced, or changed in place by an operation of torch."""
+        return (self.address, self.version) == (weight.data_ptr(), weight._version)
+
+
+_packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_lock = threading.Lock()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``F.linear(x, weight, bias)``, up to rounding, for ``x`` ``[..., n]``."""
+    if (
+        not torch.compiler.is_compiling()
+        and weight.device.type == "cpu"
+        and weight.numel() >= MIN_VALUES
+        and 1 < x.numel() // x.shape[-1] <= MAX_TOKENS
+        and x.dtype is weight.dtype is torch.float32
+        and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
+    ):
+        packed = _find(weight)
+        if packed is not None:
+            return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+def forget_changed() -> None:
+    """Drop packed weights whose values were changed behind torch's back, as through ``.data``."""
+    with _lock:
+        for weight, packed in list(_packed.items()):
+            if not torch.equal(_sample(weight), packed.sample):
+                del _packed[weight]
+
+
+def _find(weight: Tensor) -> Tensor | None:
+    """Return the packed weight; None if it cannot be packed."""
+    found: _Packed | None = _packed.get(weight)
+    if found is not None and found.is_current(weight):
+        return found.weight
+    with _lock:
+        if not _can_pack(weight):
+            return None
+        rearranged: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        _packed[weight] = _Packed(rearranged, weight.data_ptr(), weight._version, _sample(weight))
+    return rearranged
+
+
+def _can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN multiplies by the weight, whose changes are seen, and there is memory."""
+    used = sum(4 * other.numel() for other in _packed if other is not weight)
+    return (
+        type(weight) in (Tensor, nn.Parameter)
+        and weight.is_contiguous()
+        and not weight.is_inference()
+        and torch.backends.mkldnn.is_available()
+        and platform.machine() in ("x86_64", "AMD64")
+        and used + 4 * weight.numel() <= MEMORY_SHARE * psutil.virtual_memory().total
+    )
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """Return some of a weight's values, evenly spread."""
+    values = weight.detach().view(-1)
+    return values[:: max(1, len(values) // SAMPLES)].clone()

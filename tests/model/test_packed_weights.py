@@ -1,0 +1,79 @@
+"""Packed weights: the products of torch, up to rounding, also after a weight has changed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pairs import tiny_target, untrained_head
+
+from eagle_fsd import EagleFSD, TreeConfig
+from eagle_fsd.model import packed_weights
+from eagle_fsd.model.packed_weights import MAX_TOKENS, MIN_VALUES, forget_changed, linear
+
+WIDTH = 128
+OUTPUTS = MIN_VALUES // WIDTH
+
+
+def test_products_are_those_of_torch() -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(OUTPUTS, WIDTH), torch.randn(OUTPUTS)
+    for shape in ((1, WIDTH), (2, WIDTH), (1, 5, WIDTH), (2, 3, WIDTH), (MAX_TOKENS + 1, WIDTH)):
+        x = torch.randn(shape)
+        for own in (None, bias):
+            with torch.no_grad():
+                found = linear(x, weight, own)
+            torch.testing.assert_close(found, F.linear(x, weight, own), atol=1e-4, rtol=1e-5)
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    (gradient,) = torch.autograd.grad(linear(x, weight).sum(), x)
+    torch.testing.assert_close(gradient, weight.sum(0).expand(3, -1), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("through_data", [False, True], ids=["in place", "through data"])
+@torch.no_grad()
+def test_changed_weights_are_packed_again(through_data: bool) -> None:
+    """Changes through ``.data`` are found between calls of ``generate``."""
+    weight, x = torch.nn.Parameter(torch.randn(OUTPUTS, WIDTH)), torch.randn(4, WIDTH)
+    linear(x, weight)
+    if through_data:
+        weight.data += 1.0
+        forget_changed()
+    else:
+        weight.mul_(2.0)
+    torch.testing.assert_close(linear(x, weight), F.linear(x, weight), atol=1e-4, rtol=1e-5)
+    weight.data = torch.randn(OUTPUTS, WIDTH)
+    torch.testing.assert_close(linear(x, weight), F.linear(x, weight), atol=1e-4, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_packed_weights_end_with_the_weight_and_have_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight, x = torch.randn(OUTPUTS, WIDTH), torch.randn(4, WIDTH)
+    linear(x, weight)
+    found = packed_weights._packed.get(weight)
+    if found is None:
+        pytest.skip("needs an x86 CPU")
+    packed = weakref.ref(found)
+    monkeypatch.setattr(packed_weights, "MEMORY_SHARE", 0.0)
+    other = torch.randn(OUTPUTS, WIDTH)
+    torch.testing.assert_close(linear(x, other), F.linear(x, other))
+    assert other not in packed_weights._packed
+    del found, weight
+    gc.collect()
+    assert packed() is None
+
+
+def test_trees_decode_as_generate_with_a_large_vocabulary() -> None:
+    """Also after somebody merged an adapter into the projection."""
+    target = tiny_target(vocab_size=OUTPUTS, hidden_size=WIDTH)
+    model = EagleFSD(target, untrained_head(target), TreeConfig(total_tokens=8, depth=3, top_k=2))
+    prompt = torch.randint(0, OUTPUTS, (1, 9), generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        expected = target.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None)
+        found = model.generate(prompt, max_new_tokens=24, threshold=0.0, eos_token_id=[])
+        assert found.sequences.tolist() == expected.tolist()
+        target.lm_head.weight.data *= -1.0
