@@ -1,8 +1,8 @@
 """Terminal chat: FastChat's loop and commands, decoding with FSD.
 
-Start with :func:`run_chat`, which runs FastChat's loop on a :class:`ChatSession`. The display
-classes extend FastChat's styles with colored tokens, statistics, and commands that set decoding
-options.
+Start with :func:`run_chat`, which runs FastChat's loop on a :class:`ChatSession`, or on a
+:class:`ServerSession` with an OpenAI-compatible server. The display classes extend FastChat's
+styles with colored tokens, statistics, and commands that set decoding options.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import io
 import json
 import os
 import sys
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +36,8 @@ from eagle_fsd.chat.wire_format import TEMPLATE_NAME, decode_chat, register_temp
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.prefix_cache import PrefixCache
+from eagle_fsd.model.verify import Origin
+from eagle_fsd.utils.chat_api import ChatClient
 from eagle_fsd.utils.chat_templates import Chat, ChatTemplate
 from eagle_fsd.utils.options import Options, OptionsError, validation_message
 from eagle_fsd.utils.terminal import ORIGIN_STYLES, origin_legend
@@ -65,24 +69,41 @@ HELP = """\
 !!remove                          remove the last message
 !!regen                           generate the last answer again
 !!save FILE, !!load FILE          save or load the chat
-!!threshold 0.3                   set an option; without a value, show it
+!!temperature 0.7                 set an option; without a value, show it
 Ctrl-C                            stop an answer, and keep what there is of it
-Options: """ + " ".join(command.removeprefix("!!") for command in COMMANDS)
+Options: """
 
 
-@dataclass
-class ChatSession:
-    """A pair, whose options commands change, and the state of one chat with it."""
+def _standard_error() -> Console:
+    return Console(stderr=True, highlight=False)
 
-    model: EagleFSD
-    chat_template: ChatTemplate
+
+class TerminalSession(ABC):
+    """What a terminal chats with, and the options that commands change."""
+
     options: AnswerOptions
-    name: str = "the model"
-    show_origins: bool = False
-    notes: Console = field(default_factory=lambda: Console(stderr=True, highlight=False))
-    prefix_cache: PrefixCache = field(default_factory=PrefixCache)
-    answer: ChatAnswer | None = None
+    name: str
+    show_origins: bool
+    notes: Console
 
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """How answers are decoded."""
+
+    @property
+    def owners(self) -> dict[str, Any]:
+        """The objects with the options that :data:`COMMANDS` set, by the names of their parts."""
+        return {"options": self}
+
+    @property
+    def option_names(self) -> list[str]:
+        """The options that commands set."""
+        return [
+            name.removeprefix("!!") for name, item in COMMANDS.items() if item[0] in self.owners
+        ]
+
+    @abstractmethod
     def stream(
         self, prompt: str, stop: str | Sequence[str] | None, stop_token_ids: Sequence[int] | None
     ) -> Iterator[dict[str, Any]]:
@@ -91,6 +112,73 @@ class ChatSession:
         The prompt is an encoded chat (:mod:`~eagle_fsd.chat.wire_format`), or formatted by another
         FastChat template that a loaded file names, which has the stop strings and tokens.
         """
+
+    @abstractmethod
+    def print_stats(self) -> None:
+        """Print one line about how the last answer was decoded."""
+
+    def set_option(self, command: str, value: str) -> str | None:
+        """Set an option by a command such as ``!!min-ratio``, or show it if the value is empty.
+
+        Returns the message to print; None if there is no such command.
+        """
+        command = command.replace("_", "-")
+        part, name = COMMANDS.get(command, ("", ""))
+        owner = self.owners.get(part)
+        if owner is None:
+            return None
+        config: Options = getattr(owner, part)
+        if value:
+            try:
+                given = type(config).model_validate({name: value})
+                config = config.updated(**{name: getattr(given, name)})
+            except ValidationError as error:
+                return validation_message(error, type(config))
+            except OptionsError as error:
+                return str(error)
+            setattr(owner, part, config)
+        return f"{command.removeprefix('!!')} is {getattr(config, name)}"
+
+    def note(self, text: str | Text) -> None:
+        """Print a line that is not part of the chat."""
+        self.notes.print(text, style="dim", markup=False, soft_wrap=True)
+
+    def print_opening(self) -> None:
+        """Print one line with the model, how it decodes, the commands and the tokens' colors."""
+        colors = origin_legend() if self.show_origins else Text("off (--show-origins)")
+        own = [
+            item for item in ("!!threshold", "!!temperature") if COMMANDS[item][0] in self.owners
+        ]
+        commands = " ".join(("!!help", own[0], *FASTCHAT_COMMANDS))
+        name = escape_control_chars(self.name)
+        opening = f"{name}, {self.label}. Commands: {commands}. Colors: "
+        self.note(Text(opening).append_text(colors))
+
+
+@dataclass
+class ChatSession(TerminalSession):
+    """A pair, whose options commands change, and the state of one chat with it."""
+
+    model: EagleFSD
+    chat_template: ChatTemplate
+    options: AnswerOptions
+    name: str = "the model"
+    show_origins: bool = False
+    notes: Console = field(default_factory=_standard_error)
+    prefix_cache: PrefixCache = field(default_factory=PrefixCache)
+    answer: ChatAnswer | None = None
+
+    @property
+    def label(self) -> str:
+        return self.model.acceptance.label
+
+    @property
+    def owners(self) -> dict[str, Any]:
+        return {"options": self, "acceptance": self.model, "tree": self.model}
+
+    def stream(
+        self, prompt: str, stop: str | Sequence[str] | None, stop_token_ids: Sequence[int] | None
+    ) -> Iterator[dict[str, Any]]:
         chat = decode_chat(prompt)
         stop = [stop] if isinstance(stop, str) else stop or ()
         try:
@@ -123,50 +211,64 @@ class ChatSession:
             self.note(f"the chat exceeds the context; its {dropped} oldest messages are left out")
         return ids
 
-    def set_option(self, command: str, value: str) -> str | None:
-        """Set an option by a command such as ``!!min-ratio``, or show it if the value is empty.
-
-        Returns the message to print; None if there is no such command.
-        """
-        command = command.replace("_", "-")
-        if command not in COMMANDS:
-            return None
-        part, name = COMMANDS[command]
-        owner: Any = self if part == "options" else self.model
-        config: Options = getattr(owner, part)
-        if value:
-            try:
-                given = type(config).model_validate({name: value})
-                config = config.updated(**{name: getattr(given, name)})
-            except ValidationError as error:
-                return validation_message(error, type(config))
-            except OptionsError as error:
-                return str(error)
-            setattr(owner, part, config)
-        return f"{command.removeprefix('!!')} is {getattr(config, name)}"
-
-    def note(self, text: str | Text) -> None:
-        """Print a line that is not part of the chat."""
-        self.notes.print(text, style="dim", markup=False, soft_wrap=True)
-
-    def print_opening(self) -> None:
-        """Print one line with the model, the threshold, the commands and the tokens' colors."""
-        colors = origin_legend() if self.show_origins else Text("off (--show-origins)")
-        commands = " ".join(("!!help", "!!threshold", *FASTCHAT_COMMANDS))
-        name = escape_control_chars(self.name)
-        opening = f"{name}, {self.model.acceptance.label}. Commands: {commands}. Colors: "
-        self.note(Text(opening).append_text(colors))
-
     def print_stats(self) -> None:
-        """Print one line about how the last answer was decoded."""
         if self.answer is None or not self.answer.new_tokens:
             return
         stats, count = self.answer.stats(), self.answer.new_tokens
         self.note(
             f"{stats['tokens_per_second']:.1f} tokens/s, tau {stats['tau']:.2f},"
             f" {stats['fuzzy_tokens'] / count:.0%} fuzzy of {count} tokens,"
-            f" {self.model.acceptance.label}"
+            f" {self.label}"
         )
+
+
+@dataclass
+class ServerSession(TerminalSession):
+    """A chat with a model of an OpenAI-compatible server."""
+
+    client: ChatClient
+    options: AnswerOptions
+    notes: Console = field(default_factory=_standard_error)
+    show_origins = False  # servers do not report them
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The model's name at the server."""
+        return self.client.endpoint.model
+
+    @property
+    def label(self) -> str:
+        return self.client.endpoint.redacted_url
+
+    def stream(
+        self, prompt: str, stop: str | Sequence[str] | None, stop_token_ids: Sequence[int] | None
+    ) -> Iterator[dict[str, Any]]:
+        chat, text, begin = decode_chat(prompt), "", time.perf_counter()
+        self.tokens = 0
+        try:
+            if chat is None:
+                raise ValueError("a server continues chats that it began only, not a loaded one")
+            for new, tokens in self.client.stream(chat, **self._parameters()):
+                text, self.tokens = text + new, tokens
+                piece = Piece(new, token=0, origin=Origin.TARGET)
+                yield {"text": text, "pieces": [piece], "finish_reason": None}
+        except ValueError as error:
+            self.note(str(error))
+        self.seconds = time.perf_counter() - begin
+        yield {"text": text, "pieces": [], "finish_reason": "stop"}
+
+    def _parameters(self) -> dict[str, Any]:
+        """Return the parameters of a request; those that not every server has only if changed."""
+        common = {"temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"}
+        others = self.options.model_dump(exclude={*common, "max_new_tokens"}, exclude_defaults=True)
+        parameters = self.options.model_dump(include=common, exclude_none=True)
+        return {**parameters, "max_tokens": self.options.max_new_tokens, "extra_body": others}
+
+    def print_stats(self) -> None:
+        if self.tokens:
+            self.note(f"{self.tokens / self.seconds:.1f} tokens/s, {self.tokens} tokens")
 
 
 class _CommandInput:
@@ -175,7 +277,7 @@ class _CommandInput:
     Styles override :meth:`show`, not ``stream_output``.
     """
 
-    session: ChatSession
+    session: TerminalSession
 
     def stream_output(self, output_stream: Iterable[dict[str, Any]]) -> str:
         """Print an answer as it is generated; return it, or what there is of it after Ctrl-C."""
@@ -213,7 +315,7 @@ class _CommandInput:
             command, _, argument = line.partition(" ")
             message = self.session.set_option(command, argument.strip())
             if command == "!!help":
-                message = HELP
+                message = HELP + " ".join(self.session.option_names)
             elif message is None and command not in FASTCHAT_COMMANDS:
                 message = f"unknown command {command} (see !!help)"
             if message is None:
@@ -231,7 +333,7 @@ class _CommandInput:
 class SimpleDisplay(_CommandInput, fastchat_cli.SimpleChatIO):
     """FastChat's simple style, which prints tokens as they are accepted."""
 
-    def __init__(self, session: ChatSession, multiline: bool) -> None:
+    def __init__(self, session: TerminalSession, multiline: bool) -> None:
         super().__init__(multiline)
         self.session, self.out = session, Console(highlight=False)
 
@@ -250,7 +352,7 @@ class SimpleDisplay(_CommandInput, fastchat_cli.SimpleChatIO):
 class RichDisplay(_CommandInput, fastchat_cli.RichChatIO):
     """FastChat's rich style: Markdown, or colored text if origins are shown."""
 
-    def __init__(self, session: ChatSession, multiline: bool, mouse: bool) -> None:
+    def __init__(self, session: TerminalSession, multiline: bool, mouse: bool) -> None:
         super().__init__(multiline, mouse)
         self.session = session
         self._completer.words += COMMANDS
@@ -297,13 +399,13 @@ class _ProgrammaticInput(fastchat_cli.ProgrammaticChatIO):
 class ProgrammaticDisplay(_CommandInput, _ProgrammaticInput):
     """FastChat's programmatic style; notes and statistics go to standard error."""
 
-    def __init__(self, session: ChatSession) -> None:
+    def __init__(self, session: TerminalSession) -> None:
         super().__init__()
         self.session = session
 
 
 def run_chat(
-    session: ChatSession,
+    session: TerminalSession,
     style: str = "simple",
     system: str | None = None,
     history: bool = True,
@@ -326,10 +428,8 @@ def run_chat(
         return session.stream(params["prompt"], params.get("stop"), params.get("stop_token_ids"))
 
     session.print_opening()
-    # FastChat's loop derives the context length from a configuration, but fails on those of
-    # transformers 5.
-    config = SimpleNamespace(max_position_embeddings=session.model.target.context_length)
-    loaded = SimpleNamespace(config=config), session.model.tokenizer
+    # FastChat's loop reads a context length, of which it makes no use.
+    loaded = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=0)), None
     names = {
         "load_model": lambda *_, **__: loaded,
         "get_generate_stream_function": lambda *_: stream,
@@ -360,7 +460,7 @@ def run_chat(
         )
 
 
-def _display(session: ChatSession, style: str, multiline: bool, mouse: bool) -> Any:
+def _display(session: TerminalSession, style: str, multiline: bool, mouse: bool) -> Any:
     if style == "simple":
         return SimpleDisplay(session, multiline)
     if style == "rich":

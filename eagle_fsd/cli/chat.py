@@ -19,6 +19,8 @@ from eagle_fsd.cli.parsing import options
 from eagle_fsd.cli.processes import check_single_process
 from eagle_fsd.cli.serve import BUNDLED_NAME
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
+from eagle_fsd.utils.chat_api import ChatClient, Endpoint
+from eagle_fsd.utils.options import OptionsError
 
 AnswerFields = Annotated[AnswerOptions, options("Answers")]
 
@@ -39,6 +41,17 @@ def chat(
     mouse: Annotated[
         bool, Parameter(help="Use the mouse to move the cursor (rich style).")
     ] = False,
+    base_url: Annotated[
+        str | None,
+        Parameter(
+            help="Chat with a model of this OpenAI-compatible server instead, such as"
+            " http://localhost:8000/v1; OPENAI_API_KEY holds the key."
+        ),
+    ] = None,
+    server_model: Annotated[
+        str | None,
+        Parameter(help="With --base-url: model to request; default: the first that it lists."),
+    ] = None,
     pair: PairArguments = Pair(),
     tree: TreeOptions = TreeConfig(),
     acceptance: AcceptanceOptions = AcceptanceConfig(),
@@ -50,10 +63,32 @@ def chat(
     !!threshold 0.3, or any other option of the tree, acceptance or answers, in the middle of a
     chat. Ctrl-C stops an answer; Ctrl-D or an empty line ends the chat.
     """
-    from eagle_fsd.chat.terminal import ChatSession, run_chat
+    from eagle_fsd.chat.terminal import ChatSession, ServerSession, TerminalSession, run_chat
 
     check_single_process("chat")
-    model, chat_template = load_chat(pair, tree, acceptance)
-    name = pair.target or BUNDLED_NAME
-    session = ChatSession(model, chat_template, answers, name, show_origins)
+    session: TerminalSession
+    if base_url is not None:
+        if show_origins or (pair, tree, acceptance) != (Pair(), TreeConfig(), AcceptanceConfig()):
+            raise OptionsError(
+                "the server has the model: --base-url allows no options of model, tree or"
+                " acceptance, and no --show-origins"
+            )
+        session = ServerSession(find_server(base_url, server_model), answers)
+    elif server_model is not None:
+        raise OptionsError("--server-model requires --base-url")
+    else:
+        model, chat_template = load_chat(pair, tree, acceptance)
+        name = pair.target or BUNDLED_NAME
+        session = ChatSession(model, chat_template, answers, name, show_origins)
     run_chat(session, style, system=system, history=history, multiline=multiline, mouse=mouse)
+
+
+def find_server(base_url: str, model: str | None) -> ChatClient:
+    """Connect to a server, and choose a model that it lists."""
+    listed = dict(ChatClient(Endpoint(base_url, "")).list_models())
+    if not listed:
+        raise OptionsError(f"{Endpoint(base_url, '').redacted_url} lists no model")
+    model = model or next(iter(listed))
+    if model not in listed:
+        raise OptionsError(f"the server lists {', '.join(listed)}; got --server-model {model}")
+    return ChatClient(Endpoint(base_url, model))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from queue import SimpleQueue
@@ -100,6 +101,30 @@ class ChatClient:
             lambda reply: _outcome(reply, reply.choices[0].message.content),
         )
 
+    def stream(
+        self, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> Generator[tuple[str, int], None, None]:
+        """Yield the texts of the assistant's next message as they arrive, then the usage.
+
+        That is "" with the number of tokens; before, and from servers that do not report it, the
+        number is 0. For options and errors, see :meth:`complete`.
+        """
+        create: Any = self._client.chat.completions.create
+        with self._failures():
+            chunks = create(
+                model=self.endpoint.model,
+                messages=[dict(item) for item in messages],
+                stream=True,
+                stream_options={"include_usage": True},
+                **options,
+            )
+            with chunks:
+                for chunk in chunks:
+                    for choice in chunk.choices:
+                        yield str(choice.delta.content or ""), 0
+                    if chunk.usage:
+                        yield "", chunk.usage.completion_tokens
+
     def continue_text(self, prompt: str, **options: Any) -> tuple[str, bool, int]:
         """Request the continuation of a text; see :meth:`answer`."""
         create: Any = self._client.completions.create
@@ -119,14 +144,20 @@ class ChatClient:
 
     def _request(self, send: Callable[[], Any], read: Callable[[Any], Result]) -> Result:
         """Send a request and read the reply; raises EndpointError."""
-        import openai
-
-        try:
+        with self._failures():
             reply = send()
             result, usage = read(reply), getattr(reply, "usage", None)
             with self._lock:
                 self._on_tokens(usage.completion_tokens if usage else 0)
             return result
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Raise EndpointError for the errors of a request."""
+        import openai
+
+        try:
+            yield
         except openai.APIStatusError as error:
             body = error.body.get("message") if isinstance(error.body, dict) else None
             message = f"{error.status_code}, {body or error.message}"

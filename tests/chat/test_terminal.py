@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_servers import QUESTION
+from api_servers import QUESTION, APIThread
 from prompts import reference, tokenize
 from rich.console import Console
 
@@ -22,10 +22,12 @@ from eagle_fsd.chat.terminal import (
     END_OF_MESSAGE,
     ChatSession,
     RichDisplay,
+    ServerSession,
     SimpleDisplay,
     run_chat,
 )
 from eagle_fsd.chat.text import Piece
+from eagle_fsd.cli.chat import find_server
 from eagle_fsd.utils.chat_templates import FastChatTemplate, load_chat_template
 
 CTRL_C = "\x03"
@@ -317,3 +319,41 @@ def test_programmatic_style_ends_with_its_input(
         assert printed.endswith("exit...\n")
     with pytest.raises(ValueError, match="style must be one of simple, rich, programmatic; got 'x"):
         run_chat(session, "xyz")
+
+
+def test_server_answers_in_the_terminal(
+    server: APIThread, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With FastChat's commands and the options that any server has; errors do not end the chat."""
+    lines = ["Hi!", "!!threshold 0.3", "!!temperature 9", "Hello!", "!!temperature 0"]
+    lines += ["!!max-new-tokens 8", "Tom has 3 apples.", "!!exit"]
+    monkeypatch.setattr("builtins.input", lambda _="": lines.pop(0))
+    notes = Console(file=io.StringIO(), width=200)
+    session = ServerSession(find_server(f"{server.url}/v1", None), AnswerOptions(), notes)
+    session.options = session.options.updated(temperature=0.0, max_new_tokens=16)
+    run_chat(session)
+    out, noted = capsys.readouterr().out, notes.file.getvalue()  # type: ignore[attr-defined]
+    chat = [{"role": "user", "content": "Hi!"}]
+    answer = server.client().chat.completions.create(
+        model=session.name, messages=chat, temperature=0, max_tokens=16
+    )
+    assert f"{answer.choices[0].message.content}\n" in out
+    assert noted.startswith(f"{session.name}, {server.url}/v1. Commands: !!help !!temperature ")
+    assert "unknown command !!threshold (see !!help)" in noted
+    assert "400, temperature must be less than or equal to 2; got 9.0" in noted
+    assert noted.endswith(" 8 tokens\n")
+
+
+def test_server_options_are_checked(run: Callable[..., tuple[int, str, str]]) -> None:
+    url = ("--base-url", "http://127.0.0.1:1/v1")
+    for words, message in (
+        (("--server-model", "a"), "--server-model requires --base-url"),
+        ((*url, "--target", "a"), "the server has the model: --base-url allows no options of"),
+        ((*url, "--show-origins"), "the server has the model: --base-url allows no options of"),
+        (url, "Connection error"),
+    ):
+        status, _, err = run("chat", *words)
+        assert status == (1 if words is url else 2)
+        assert err.startswith("error: ")
+        assert message in err
+        assert err.count("\n") == 1
