@@ -1,4 +1,4 @@
-"""Time parts of a step: verification, the head's read-out, and attention over a draft tree.
+"""Time parts of a step: verification, the head's read-out, attention, and packed weights.
 
 ::
 
@@ -13,6 +13,9 @@ log-probabilities; the other possibility is to keep the logits and one normalize
 
 For attention, one layer of 32 query heads and 8 key heads of size 64 attends from the nodes to a
 context of 1,024 to 8,192 tokens, with the query groups folded and as transformers does it.
+
+On an x86 CPU in float32, a few tokens are multiplied by weights of SmolLM2-135M and of Llama with 1
+billion parameters, as torch does it and by packed copies.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from measurement import Table, keep_best, new_parser, parse, progress, save_report
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -31,6 +35,7 @@ from eagle_fsd import SamplingConfig, TreeConfig
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.attention import fold_mask, tree_attention
 from eagle_fsd.model.cache import additive_mask
+from eagle_fsd.model.packed_weights import SUPPORTED, linear
 from eagle_fsd.model.random_numbers import RandomNumbers
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.tree import DraftTree, TreeBuilder
@@ -51,6 +56,18 @@ ATTENTION_COLUMNS = {
     "ratio": "ratio",
     "difference": "largest difference",
 }
+#: Outputs and inputs of the weights, and numbers of tokens.
+WEIGHTS = ((49_152, 576), (1536, 576), (576, 1536), (8192, 2048), (2048, 8192), (2048, 2048))
+TOKENS = (2, 4, 8, 16, 64)
+#: Values of all copies of a weight, which do not fit the processor's cache.
+COPIED_VALUES = 2**26
+PACKED_COLUMNS = {
+    "weight": "weight",
+    "tokens": "tokens",
+    "torch_ms": "torch (ms)",
+    "packed_ms": "packed (ms)",
+    "ratio": "ratio",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -67,6 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tables.append(Table("Attention over a draft tree", ATTENTION_COLUMNS, [], note))
         for context in progress(contexts, "contexts"):
             tables[-1].rows.append(time_attention(options, context, 3 * repeats))
+            save_report(options, name, tables, finished=False)
+    if SUPPORTED and options.device == "cpu" and options.dtype == torch.float32:
+        # Weights that are made in inference mode have no version, and are not packed.
+        note = "One weight after the other, of copies that fit no cache."
+        tables.append(Table("Packed weights", PACKED_COLUMNS, [], note))
+        for shape in progress(WEIGHTS[1:2] if options.quick else WEIGHTS, "weights"):
+            tables[-1].rows += time_weights(shape, repeats)
             save_report(options, name, tables, finished=False)
     save_report(options, name, tables)
 
@@ -151,6 +175,28 @@ def time_attention(options: argparse.Namespace, context: int, repeats: int) -> d
         "ratio": best["stock"] / best["folded"],
         "difference": f"{difference:.1e}",
     }
+
+
+@torch.no_grad()
+def time_weights(shape: tuple[int, int], repeats: int) -> list[dict[str, Any]]:
+    """Time the multiplication of a few tokens by a weight; return a row for each number."""
+    count = max(1, COPIED_VALUES // (shape[0] * shape[1]))
+    weights = [torch.randn(shape) for _ in range(count)]
+    rows = []
+    for tokens in TOKENS:
+        x = torch.randn(1, tokens, shape[1])
+        ways: dict[str, Callable[[], object]] = {
+            "torch": lambda x=x: [F.linear(x, weight) for weight in weights],
+            "packed": lambda x=x: [linear(x, weight) for weight in weights],
+        }
+        best: dict[str, float] = {}
+        for _ in range(repeats):
+            keep_best(ways, best)
+        row = {f"{way}_ms": 1e3 * seconds / count for way, seconds in best.items()}
+        ratio = best["torch"] / best["packed"]
+        name = f"{shape[1]:,} to {shape[0]:,}"
+        rows.append({"weight": name, "tokens": tokens, **row, "ratio": ratio})
+    return rows
 
 
 def _target(vocab_size: int, layers: int) -> LlamaForCausalLM:

@@ -263,9 +263,10 @@ class Recipe:
         tuning = self.work / "tuning.jsonl"
         atomic_write(tuning, "".join(lines))
         file, tokens = SHARED / BENCHMARKS[2], min(256, self.scale.max_new_tokens)
-        options = {
+        options: dict[str, object] = {
             "--target": TARGET,
-            "--drafter": self.head(name),
+            # By its name, which the settings repeat.
+            "--drafter": f"smollm2-{name}" if self.out == BUNDLED else self.head(name),
             "--out": self.work / f"{command}-{name}",
         }
         count: int | None

@@ -89,7 +89,7 @@ class TerminalSession(ABC):
     @property
     @abstractmethod
     def label(self) -> str:
-        """How answers are decoded."""
+        """What the opening line says of the model: its acceptance options, or its server."""
 
     @property
     def owners(self) -> dict[str, Any]:
@@ -99,9 +99,8 @@ class TerminalSession(ABC):
     @property
     def option_names(self) -> list[str]:
         """The options that commands set."""
-        return [
-            name.removeprefix("!!") for name, item in COMMANDS.items() if item[0] in self.owners
-        ]
+        owned = (name for name, (part, _) in COMMANDS.items() if part in self.owners)
+        return [name.removeprefix("!!") for name in owned]
 
     @abstractmethod
     def stream(
@@ -146,10 +145,8 @@ class TerminalSession(ABC):
     def print_opening(self) -> None:
         """Print one line with the model, how it decodes, the commands and the tokens' colors."""
         colors = origin_legend() if self.show_origins else Text("off (--show-origins)")
-        own = [
-            item for item in ("!!threshold", "!!temperature") if COMMANDS[item][0] in self.owners
-        ]
-        commands = " ".join(("!!help", own[0], *FASTCHAT_COMMANDS))
+        example = "!!threshold" if "acceptance" in self.owners else "!!temperature"
+        commands = " ".join(("!!help", example, *FASTCHAT_COMMANDS))
         name = escape_control_chars(self.name)
         opening = f"{name}, {self.label}. Commands: {commands}. Colors: "
         self.note(Text(opening).append_text(colors))
@@ -228,15 +225,11 @@ class ServerSession(TerminalSession):
 
     client: ChatClient
     options: AnswerOptions
+    name: str
     notes: Console = field(default_factory=_standard_error)
-    show_origins = False  # servers do not report them
-    tokens: int = 0
+    show_origins = False  # not every server reports them
+    tokens: int = 0  # of the last answer, if the server counts them
     seconds: float = 0.0
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        """The model's name at the server."""
-        return self.client.endpoint.model
 
     @property
     def label(self) -> str:
@@ -249,7 +242,10 @@ class ServerSession(TerminalSession):
         self.tokens = 0
         try:
             if chat is None:
-                raise ValueError("a server continues chats that it began only, not a loaded one")
+                raise ValueError(
+                    "this chat was saved with another FastChat template, in which the server cannot"
+                    " continue it"
+                )
             for new, tokens in self.client.stream(chat, **self._parameters()):
                 text, self.tokens = text + new, tokens
                 piece = Piece(new, token=0, origin=Origin.TARGET)

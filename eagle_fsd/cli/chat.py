@@ -19,7 +19,7 @@ from eagle_fsd.cli.parsing import options
 from eagle_fsd.cli.processes import check_single_process
 from eagle_fsd.cli.serve import BUNDLED_NAME
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
-from eagle_fsd.utils.chat_api import ChatClient, Endpoint
+from eagle_fsd.utils.chat_api import ChatClient, find_model
 from eagle_fsd.utils.options import OptionsError
 
 AnswerFields = Annotated[AnswerOptions, options("Answers")]
@@ -73,7 +73,8 @@ def chat(
                 "the server has the model: --base-url allows no options of model, tree or"
                 " acceptance, and no --show-origins"
             )
-        session = ServerSession(find_server(base_url, server_model), answers)
+        endpoint, _ = find_model(base_url, server_model)
+        session = ServerSession(ChatClient(endpoint), answers, endpoint.model)
     elif server_model is not None:
         raise OptionsError("--server-model requires --base-url")
     else:
@@ -81,14 +82,3 @@ def chat(
         name = pair.target or BUNDLED_NAME
         session = ChatSession(model, chat_template, answers, name, show_origins)
     run_chat(session, style, system=system, history=history, multiline=multiline, mouse=mouse)
-
-
-def find_server(base_url: str, model: str | None) -> ChatClient:
-    """Connect to a server, and choose a model that it lists."""
-    listed = dict(ChatClient(Endpoint(base_url, "")).list_models())
-    if not listed:
-        raise OptionsError(f"{Endpoint(base_url, '').redacted_url} lists no model")
-    model = model or next(iter(listed))
-    if model not in listed:
-        raise OptionsError(f"the server lists {', '.join(listed)}; got --server-model {model}")
-    return ChatClient(Endpoint(base_url, model))

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,13 @@ from eagle_fsd.evaluation.runner import (
 from eagle_fsd.evaluation.tables import Row, points_text
 from eagle_fsd.evaluation.verdict import comparison_text
 from eagle_fsd.model.config import PairOptions, read_settings
-from eagle_fsd.utils.chat_api import ChatClient, Endpoint, EndpointError, map_concurrently
+from eagle_fsd.utils.chat_api import (
+    ChatClient,
+    Endpoint,
+    EndpointError,
+    find_model,
+    map_concurrently,
+)
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.options import OptionsError
 from eagle_fsd.utils.progress import ProgressFactory, no_progress
@@ -64,19 +70,12 @@ class ComparedServer:
     def find(cls, argument: str, model: str | None) -> ComparedServer:
         """Connect to the server given as ``NAME=URL``, and choose a model that it lists."""
         name, _, url = argument.partition("=")
-        endpoint = Endpoint(url, "")
         try:
-            listed = dict(ChatClient(endpoint).list_models())
+            endpoint, owner = find_model(url, model)
         except EndpointError as error:
-            raise ServerError(f"server {name} at {endpoint.redacted_url}: {error}") from error
-        if not listed:
-            raise OptionsError(f"server {name} lists no model")
-        model = model or next(iter(listed))
-        if model not in listed:
-            raise OptionsError(
-                f"server {name} lists {', '.join(listed)}; got --server-model {model}"
-            )
-        return cls(name, Endpoint(url, model, timeout=TIMEOUT), listed[model])
+            url = Endpoint(url, "").redacted_url
+            raise ServerError(f"server {name} at {url}: {error}") from error
+        return cls(name, replace(endpoint, timeout=TIMEOUT), owner)
 
     @cached_property
     def client(self) -> ChatClient:

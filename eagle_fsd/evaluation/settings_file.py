@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.bundled import BUNDLED_HEAD
+from eagle_fsd.bundled import BUNDLED_DRAFTERS
 from eagle_fsd.evaluation.config import EvaluationRequest
 from eagle_fsd.model.config import SETTINGS_FILE, TreeConfig, settings_dict
 from eagle_fsd.model.identity import identify
@@ -18,7 +18,8 @@ def settings_files(request: EvaluationRequest, folder: Path, install: bool) -> l
     """Return the files to write: in the output folder and, to ``install``, beside the drafter."""
     if not install:
         return [folder / SETTINGS_FILE]
-    drafter = Path(request.drafter) if request.drafter else BUNDLED_HEAD
+    name = request.drafter or "bundled"
+    drafter = BUNDLED_DRAFTERS.get(name, Path(name))
     if not drafter.is_dir():
         raise OptionsError(f"--install requires a drafter in a local folder; got {drafter}")
     return [folder / SETTINGS_FILE, drafter / SETTINGS_FILE]

@@ -1,10 +1,9 @@
 """Large float32 weights in the layout that oneDNN prefers, for a handful of tokens on an x86 CPU.
 
 There, torch multiplies one token by a weight as fast as it reads the weight. For a few tokens, BLAS
-rearranges the weight in every call, which takes longer than the multiplication: a pass over four
-tokens costs 1.6 times as much as one over a single token. Rearranged once and kept, large weights
-are multiplied in half to four fifths of the time. Small ones are not: a call of oneDNN costs
-more.
+rearranges the weight in every call, which can take longer than the multiplication. Here it is
+rearranged once and kept. Small weights are not, because a call of oneDNN costs more
+(``benchmarks/operations.py``).
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 #: Least number of values of a weight, and largest number of tokens, for which packing pays.
 MIN_VALUES, MAX_TOKENS = 2**19, 64
+#: Whether weights are packed on this machine.
+SUPPORTED = torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
 #: Share of the machine's memory that packed weights may take.
 MEMORY_SHARE = 0.25
 #: Values of a weight that are compared to find out whether it has changed.
@@ -48,7 +49,8 @@ _lock = threading.Lock()
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``F.linear(x, weight, bias)``, up to rounding, for ``x`` ``[..., n]``."""
     if (
-        not torch.compiler.is_compiling()
+        SUPPORTED
+        and not torch.compiler.is_compiling()
         and weight.device.type == "cpu"
         and weight.numel() >= MIN_VALUES
         and 1 < x.numel() // x.shape[-1] <= MAX_TOKENS
@@ -59,6 +61,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if packed is not None:
             return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
     return F.linear(x, weight, bias)
+
+
+def packed_bytes() -> int:
+    """Return the memory that packed weights take."""
+    return sum(4 * weight.numel() for weight in _packed)
 
 
 def forget_changed() -> None:
@@ -75,6 +82,7 @@ def _find(weight: Tensor) -> Tensor | None:
     if found is not None and found.is_current(weight):
         return found.weight
     with _lock:
+        _packed.pop(weight, None)
         if not _can_pack(weight):
             return None
         rearranged: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
@@ -84,14 +92,11 @@ def _find(weight: Tensor) -> Tensor | None:
 
 def _can_pack(weight: Tensor) -> bool:
     """Whether oneDNN multiplies by the weight, whose changes are seen, and there is memory."""
-    used = sum(4 * other.numel() for other in _packed if other is not weight)
     return (
         type(weight) in (Tensor, nn.Parameter)
         and weight.is_contiguous()
         and not weight.is_inference()
-        and torch.backends.mkldnn.is_available()
-        and platform.machine() in ("x86_64", "AMD64")
-        and used + 4 * weight.numel() <= MEMORY_SHARE * psutil.virtual_memory().total
+        and packed_bytes() + 4 * weight.numel() <= MEMORY_SHARE * psutil.virtual_memory().total
     )
 
 

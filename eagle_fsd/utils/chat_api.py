@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Any, TypeVar
 
+from eagle_fsd.utils.options import OptionsError
 from eagle_fsd.utils.text import one_line
 
 #: Environment variable that holds the API key.
@@ -154,6 +155,7 @@ class ChatClient:
     @contextmanager
     def _failures(self) -> Iterator[None]:
         """Raise EndpointError for the errors of a request."""
+        import httpx
         import openai
 
         try:
@@ -166,7 +168,7 @@ class ChatClient:
             raise self._failure(f"no reply within {self.endpoint.timeout:g} s") from error
         except openai.APIConnectionError as error:
             raise self._failure(f"{error.message} {error.__cause__ or ''}") from error
-        except (openai.OpenAIError, ValueError) as error:
+        except (openai.OpenAIError, httpx.HTTPError, ValueError) as error:  # also mid-stream
             raise self._failure(str(error)) from error
         except (AttributeError, TypeError, IndexError) as error:
             # Usually the reply is a web page, because "/v1" is missing from the URL.
@@ -176,6 +178,23 @@ class ChatClient:
         if self._key != NO_KEY:
             message = message.replace(self._key, "...")
         return EndpointError(one_line(message)[:MAX_MESSAGE_LENGTH], status)
+
+
+def find_model(base_url: str, model: str | None) -> tuple[Endpoint, str]:
+    """Choose a model that an endpoint lists, by default the first one; return its owner, too.
+
+    Raises EndpointError if the endpoint does not answer, OptionsError without such a model.
+    """
+    endpoint = Endpoint(base_url, "")
+    listed = dict(ChatClient(endpoint).list_models())
+    if not listed:
+        raise OptionsError(f"{endpoint.redacted_url} lists no model")
+    model = model or next(iter(listed))
+    if model not in listed:
+        raise OptionsError(
+            f"{endpoint.redacted_url} lists {', '.join(listed)}; got --server-model {model}"
+        )
+    return replace(endpoint, model=model), listed[model]
 
 
 def _outcome(reply: Any, text: Any) -> tuple[str, bool, int]:

@@ -31,6 +31,7 @@ from measurement import EXACT, FSD, PLAIN, Task
 
 from eagle_fsd import AcceptanceConfig
 from eagle_fsd.model.engine import Engine
+from eagle_fsd.model.packed_weights import SUPPORTED
 from eagle_fsd.model.stats import PhaseClock
 
 ROOT = Path(__file__).parents[2]
@@ -204,10 +205,11 @@ def test_batches_give_the_same_answers(quick: Quick, tmp_path: Path) -> None:
 
 
 def test_operations_are_timed(quick: Quick) -> None:
-    name, tables, _ = quick(operations, saves=3)
+    name, tables, _ = quick(operations, saves=4 if SUPPORTED else 3)
     assert name == "operations-float32-cpu"
-    verification, read_out, attention = tables.values()
+    verification, read_out, attention, *packed = tables.values()
     assert all(row["ms"] > 0.0 for row in (*verification, *read_out))
+    assert all(row["ratio"] > 0.0 for rows in packed for row in rows)
     assert all(float(row["difference"]) < 1e-5 for row in attention)
 
 

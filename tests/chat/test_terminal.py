@@ -6,7 +6,9 @@ import io
 import itertools
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,8 @@ from eagle_fsd.chat.terminal import (
     run_chat,
 )
 from eagle_fsd.chat.text import Piece
-from eagle_fsd.cli.chat import find_server
+from eagle_fsd.chat.wire_format import conversation_template
+from eagle_fsd.utils.chat_api import ChatClient, Endpoint, find_model
 from eagle_fsd.utils.chat_templates import FastChatTemplate, load_chat_template
 
 CTRL_C = "\x03"
@@ -329,7 +332,8 @@ def test_server_answers_in_the_terminal(
     lines += ["!!max-new-tokens 8", "Tom has 3 apples.", "!!exit"]
     monkeypatch.setattr("builtins.input", lambda _="": lines.pop(0))
     notes = Console(file=io.StringIO(), width=200)
-    session = ServerSession(find_server(f"{server.url}/v1", None), AnswerOptions(), notes)
+    endpoint, _ = find_model(f"{server.url}/v1", None)
+    session = ServerSession(ChatClient(endpoint), AnswerOptions(), endpoint.model, notes)
     session.options = session.options.updated(temperature=0.0, max_new_tokens=16)
     run_chat(session)
     out, noted = capsys.readouterr().out, notes.file.getvalue()  # type: ignore[attr-defined]
@@ -342,6 +346,36 @@ def test_server_answers_in_the_terminal(
     assert "unknown command !!threshold (see !!help)" in noted
     assert "400, temperature must be less than or equal to 2; got 9.0" in noted
     assert noted.endswith(" 8 tokens\n")
+
+
+def test_server_that_dies_ends_the_answer_only(capsys: pytest.CaptureFixture[str]) -> None:
+    """What had arrived is kept."""
+    chunk = {"choices": [{"index": 0, "delta": {"content": "Half of"}}]}
+    part = f"data: {json.dumps(chunk)}\n\n".encode()
+
+    class Dying(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Content-Length", "100000")  # more than is sent
+            self.end_headers()
+            self.wfile.write(part)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Dying) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        endpoint = Endpoint(f"http://127.0.0.1:{http.server_port}/v1", "model", retries=0)
+        notes = Console(file=io.StringIO(), width=200)
+        session = ServerSession(ChatClient(endpoint), AnswerOptions(), "model", notes)
+        chat = conversation_template().copy()
+        chat.append_message(chat.roles[0], "Hi!")
+        chat.append_message(chat.roles[1], None)
+        found = list(session.stream(chat.get_prompt(), None, None))
+        http.shutdown()
+    assert found[-1]["text"] == "Half of"
+    assert "peer closed connection" in notes.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_server_options_are_checked(run: Callable[..., tuple[int, str, str]]) -> None:

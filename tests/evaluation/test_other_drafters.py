@@ -36,7 +36,7 @@ DRAFTERS = (str(BUNDLED_EAGLE3), str(BUNDLED_DRAFT_MODEL), "ngram", "adaptive-ng
 def few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure every step once for a moment, and predict from one recording."""
     chain = TreeConfig(total_tokens=12, depth=10, top_k=1)
-    for name, value in (("SECONDS", 0.0), ("STEPS", 1), ("ROUNDS", 1)):
+    for name, value in (("SECONDS", 0.0), ("ROUNDS", 1)):
         monkeypatch.setattr(prediction, name, value)
     monkeypatch.setattr(search, "recorded_trees", lambda: [chain])
     monkeypatch.setattr(search, "TIMED_ROUNDS", 1)

@@ -186,11 +186,10 @@ class LengthRecorder:
         """Return the tokens that each target pass with a tree emits, for each of the methods."""
         key = _digest([self.digest, tree.model_dump()])
         if key not in self._known:
-            rule = ObservingRule(
-                [method.decision_for(self.workload.model) for method in self.methods]
-            )
-            method = replace(EXACT, rule=rule, tree=tree)
-            self.workload.decode(self.workload.pair(), method, 0, len(self.workload.prompts))
+            pair = self.workload.pair()
+            rule = ObservingRule([method.decision_for(pair) for method in self.methods])
+            exact = replace(EXACT, rule=rule, tree=tree)
+            self.workload.decode(pair, exact, 0, len(self.workload.prompts))
             self._known[key] = rule.lengths
             append_line(self.path, json.dumps({"key": key, "accepted": rule.lengths}))
         return self._known[key]
@@ -206,9 +205,9 @@ WIDTHS = (1, 2, 4, 8)
 NODES = (4, 8, 16, 32, 48, 64)
 #: Nodes of the trees that show the cost of a level, and their two depths.
 LEVEL_NODES, DEPTHS = 16, (14, 46)
-#: Least number of steps and seconds of every measurement, without its first step. Measurements of
-#: equal length are interrupted by other processes equally often, whatever the length of a step.
-STEPS, SECONDS = 1, 0.05
+#: Least number of seconds of every measurement, without its first step. Measurements of equal
+#: length are interrupted by other processes equally often, whatever the length of a step.
+SECONDS = 0.05
 #: How often the steps of a measurement are taken before it, by type of device. On CUDA, steps run
 #: eagerly and are captured before they are replayed.
 WARM_UPS = {"cuda": EAGER_STEPS + 1}
@@ -319,7 +318,7 @@ def step_seconds(workload: Workload, method: Method, first: int) -> float:
         ]
         spent = []  # the batch's seconds, without prefill, after each step
         while len(batch) and len(spent) < limit:
-            if len(spent) > STEPS and spent[-1] - spent[0] > SECONDS:
+            if len(spent) > 1 and spent[-1] - spent[0] > SECONDS:
                 break
             for answer, _ in batch.step():
                 if answer.error is not None:

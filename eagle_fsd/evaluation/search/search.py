@@ -255,9 +255,8 @@ class TreeSearch:
         with self.progress("recording accepted lengths") as advance:
             for at, tree in enumerate(trees, 1):
                 if tree.top_k not in finished or tree in others:
-                    for lengths, new in zip(
-                        found.values(), self.recorder.record(tree), strict=True
-                    ):
+                    recorded = self.recorder.record(tree)
+                    for lengths, new in zip(found.values(), recorded, strict=True):
                         lengths.recorded[tree] = new
                     if all(is_past_best(self.costs, item, tree) for item in found.values()):
                         finished.add(tree.top_k)
