@@ -179,6 +179,8 @@ def test_messages_of_all_roles_and_forms(backend: StandIn) -> None:
         {"role": "user", "content": "", "name": "Mia"},
         {"role": "assistant", "content": None, "reasoning_content": "I think."},
     ]
+    assert backend.call(COMPLETIONS, {**BODY, **ignored}).status_code == 200
+    backend.received.clear()
     assert backend.call(CHAT, {**CHAT_BODY, **ignored, "messages": messages}).status_code == 200
     assert backend.received[0]["messages"] == [
         {"role": "system", "content": "one\n\ntwo"},
@@ -353,6 +355,10 @@ def test_log_probabilities_are_bounded(backend: StandIn) -> None:
     assert response.status_code == 400
     assert "must be at most 262144; got 336000: stream the response" in response.text
     assert not backend.received
+    echoed = {**BODY, "prompt": [[1] * 300] * 48, "echo": True, "max_tokens": 0, "logprobs": 20}
+    response = backend.call(COMPLETIONS, echoed)
+    assert response.status_code == 400
+    assert "must be at most 262144; got 302400" in response.text
     assert backend.call(CHAT, {**body, "stream": True}).status_code == 200
     backend.answers = lambda _: updates("ab" * 100, "c" * 1000)
     for path, valid in ((CHAT, {**body, "n": 2}), (COMPLETIONS, {**BODY, "logprobs": 2})):

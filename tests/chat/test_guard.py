@@ -158,6 +158,10 @@ def test_pages_of_allowed_origins_may_send_requests() -> None:
     assert asked.status_code == 204
     assert asked.headers["access-control-allow-origin"] == site
     assert "authorization" in asked.headers["access-control-allow-headers"]
+    wanted = "authorization, content-type, x-stainless-os"  # as OpenAI's client for browsers does
+    preflight = {"origin": site, "access-control-request-headers": wanted}
+    asked = call(guard, "OPTIONS", headers=preflight)
+    assert asked.headers["access-control-allow-headers"] == wanted
     key = {"authorization": f"Bearer {KEY}"}
     assert call(guard, headers={"origin": site}).status_code == 401
     reply = call(guard, "POST", json={}, headers={**key, "origin": site})

@@ -76,6 +76,10 @@ def test_settings_are_the_servers() -> None:
         About("pair", AcceptanceConfig(rule="margin"), Limits()), AnswerOptions()
     )
     assert [control["enabled"] for control in margin["controls"]] == [False] * 3 + [True] * 2
+    lossless = page_settings(
+        About("pair", AcceptanceConfig(), Limits(lossless=True)), AnswerOptions()
+    )
+    assert [control["enabled"] for control in lossless["controls"]] == [False] * 3 + [True] * 2
     endless = About("pair", AcceptanceConfig(threshold=math.inf), Limits())
     with pytest.raises(OptionsError, match="threshold must be finite for the web page's slider;"):
         page_settings(endless, AnswerOptions())

@@ -176,14 +176,19 @@ class Guard:
 
     def _response_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         """Return the identifier of a request, its own if it is usable, and what browsers need."""
-        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        sent = dict(scope["headers"])
+        given = sent.get(b"x-request-id", b"")
         identifier = given if _REQUEST_ID.fullmatch(given) else token_hex(16).encode()
         headers = [(b"x-request-id", identifier)]
         if self._allows_origin(scope):
             headers += [
-                (b"access-control-allow-origin", dict(scope["headers"])[b"origin"]),
+                (b"access-control-allow-origin", sent[b"origin"]),
                 (b"access-control-allow-methods", b"GET, POST"),
-                (b"access-control-allow-headers", b"authorization, content-type, x-request-id"),
+                # Any that the page asks for: OpenAI's client adds headers of its own.
+                (
+                    b"access-control-allow-headers",
+                    sent.get(b"access-control-request-headers", b"authorization, content-type"),
+                ),
                 (b"access-control-expose-headers", b"x-request-id, x-eagle-fsd-acceptance"),
                 (b"vary", b"origin"),
             ]

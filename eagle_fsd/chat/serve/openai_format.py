@@ -230,6 +230,11 @@ class GenerationRequest(AnswerOptions, Body):
     stream_options: StreamOptions = StreamOptions()
     logit_bias: Biases = Field(default={}, description="Numbers to add to logits, by token id.")
     user: str = Field(default="", description="Not used.")
+    metadata: dict[str, Any] = Field(default={}, description="Not used.")
+    store: bool = Field(default=False, description="Not used.")
+    service_tier: str = Field(default="auto", description="Not used.")
+    safety_identifier: str = Field(default="", description="Not used.")
+    prompt_cache_key: str = Field(default="", description="Not used.")
 
     def answer_params(self) -> list[dict[str, Any]]:
         """Return the parameters of each choice, as ``eagle_fsd.chat.requests`` declares them.
@@ -282,11 +287,6 @@ class ChatRequest(GenerationRequest):
         default="auto", description="Whether the answer calls tools, or which."
     )
     parallel_tool_calls: bool = True
-    metadata: dict[str, Any] = Field(default={}, description="Not used.")
-    store: bool = Field(default=False, description="Not used.")
-    service_tier: str = Field(default="auto", description="Not used.")
-    safety_identifier: str = Field(default="", description="Not used.")
-    prompt_cache_key: str = Field(default="", description="Not used.")
 
     @model_validator(mode="before")
     @classmethod
@@ -619,12 +619,17 @@ def chat_logprobs(pieces: Iterable[Piece], tokens: TokenDecoder) -> list[dict[st
 def check_logprobs(params: Sequence[dict[str, Any]], default: int) -> None:
     """Raise ApiError if a whole response could hold more than :data:`MAX_LOGPROBS` values.
 
-    ``default`` is the maximum number of tokens of an answer.
+    ``default`` is the maximum number of tokens of an answer. An echoed text has at most as many
+    tokens as bytes.
     """
     values = 0
     for item in params:
         if item.get("logprobs") is not None:
-            values += min(item.get("max_new_tokens", default), default) * (1 + item["logprobs"])
+            tokens = min(item.get("max_new_tokens", default), default)
+            if item.get("echo"):
+                prompt = item.get("prompt_token_ids") or item["prompt"].encode()
+                tokens += len(prompt)
+            values += tokens * (1 + item["logprobs"])
     if values > MAX_LOGPROBS:
         raise ApiError(
             f"choices, multiplied by their maximum numbers of tokens and log-probabilities for"

@@ -89,7 +89,7 @@ def _control(name: str, about: About, options: AnswerOptions) -> dict[str, Any]:
         "label": label,
         "info": f"{option.description} {EXPLANATIONS.get(name, '')}".rstrip(),
         "acceptance": own,
-        "enabled": about.acceptance.rule == "fsd" or not own,
+        "enabled": not own or (about.acceptance.rule == "fsd" and not about.limits.lossless),
     }
     if choices := get_args(option.annotation):
         return {**control, "choices": choices, "value": value}
