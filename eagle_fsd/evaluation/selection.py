@@ -162,15 +162,20 @@ def drop_settings(
 ) -> list[Setting]:
     """Keep the settings with the largest expected gain, in their order.
 
-    Of the trees of an acceptance setting, only the most promising one remains. ``fresh`` is the
+    Of the trees of an acceptance setting, only the most promising one remains, and one of several
+    settings that have decoded the same: their tests would have the same outcome. ``fresh`` is the
     number of questions that will certify a setting.
     """
     chances = {item.name: chance(rows[item.name], bounds, fresh) for item in plan}
     gains = {item.name: chances[item.name] * (item.speed - 1) for item in plan}
     best: dict[str, str] = {}
+    decoded = set()
     for item in sorted(plan, key=lambda item: -gains[item.name]):
-        if chances[item.name] >= MIN_CHANCE:
+        row = rows[item.name]
+        seen = (item.method.tree, row["tokens"], row["tau"], outcomes(row))
+        if chances[item.name] >= MIN_CHANCE and seen not in decoded:
             best.setdefault(item.acceptance, item.name)
+            decoded.add(seen)
     remaining = list(best.values())[:kept]
     return [item for item in plan if item.name in remaining]
 

@@ -125,17 +125,22 @@ def test_the_series_with_the_largest_expected_speed_is_tested() -> None:
 
 
 def test_settings_with_the_largest_expected_gain_remain() -> None:
-    """The fastest tree of each acceptance setting, unless another is likelier to be certified."""
+    """The fastest tree of each acceptance setting, unless another is likelier to be certified.
 
-    def kept(count: int, max_drop: float, paired: int, **lost: int) -> list[str]:
+    Of settings with equal answers, one.
+    """
+
+    def kept(
+        count: int, max_drop: float, paired: int, equal: bool = False, **lost: int
+    ) -> list[str]:
         names = [name.replace("_", "-") for name in lost]
         plan = [
             Setting(Method(name), name.partition("-")[0], 1.5 - 0.01 * at)
             for at, name in enumerate(names)
         ]
         rows = {
-            name: row(name, 150, number, 0, paired)
-            for name, number in zip(names, lost.values(), strict=True)
+            name: {**row(name, 150, number, 0, paired), "tau": 1.0 if equal else 1.0 + at}
+            for at, (name, number) in enumerate(zip(names, lost.values(), strict=True))
         }
         found = drop_settings(plan, rows, LossBounds(max_drop=max_drop), 200, count)
         return [item.name for item in found]
@@ -146,6 +151,7 @@ def test_settings_with_the_largest_expected_gain_remain() -> None:
         assert kept(count, 5.0, 50, **losses) == list(expected)
     trees = {"a_chain": 0, "b_chain": 2, "a_bushy": 0, "b_bushy": 0}
     assert kept(4, 1.0, 100, **trees) == ["a-chain", "b-bushy"]
+    assert kept(4, 5.0, 50, equal=True, a=0, b=0, c=1) == ["a", "c"]
 
 
 def test_rows_of_several_rounds_are_added_up() -> None:
@@ -405,7 +411,11 @@ class Machine:
         names = [method.name for method in compared]
         self.answered.append((names, bool(request.compile)))
         in_round = folder.name.startswith("round-")
-        rows = [make_row(name, 1, lost=3 if in_round else self.lost.get(name, 1)) for name in names]
+        rows = [
+            make_row(name, 1, lost=3 if in_round else self.lost.get(name, 1))
+            | {"tokens": 100 + at}  # no two decode the same
+            for at, name in enumerate(names)
+        ]
         report = make_report(rows)
         hooks.on_report(None, report)
         return report
