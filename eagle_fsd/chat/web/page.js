@@ -5,6 +5,7 @@ const LEGEND = {
   target: "chosen by the target, not drafted",
 };
 const STATUSES = { length: "Reached max new tokens", stopped: "Stopped", failed: "Failed" };
+const DIVERGENCES = { js: "Jensen-Shannon", kl: "Kullback-Leibler", tv: "total variation" };
 const NONE = "—", PENDING = "…";
 const MAX_MESSAGE_LENGTH = 20_000;
 // Questions and answers that a request has; older ones are left out.
@@ -40,6 +41,11 @@ const make = (tag, properties, ...children) => {
 };
 const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "<end>";
 const quoted = (text) => `“${visible(text)}”`;
+// A divergence's short name, and what it stands for: "top_k_js, Jensen-Shannon".
+const spelled = (divergence) => {
+  const name = divergence.split("_").find((part) => part in DIVERGENCES);
+  return name ? `${divergence}, ${DIVERGENCES[name]}` : divergence;
+};
 const percent = (fraction) => (fraction < 0.9995 ? `${(100 * fraction).toFixed(1)}%` : "100%");
 const fuzzyShare = (usage) =>
   usage.completion_tokens ? percent(usage.fuzzy_tokens / usage.completion_tokens) : NONE;
@@ -206,7 +212,7 @@ class Answer {
     lines.push(
       divergence === null
         ? "No draft distribution at this position"
-        : `Divergence (${this.acceptance.divergence}): ${divergence.toFixed(4)} (${this.acceptance.label})`,
+        : `Divergence (${spelled(this.acceptance.divergence)}): ${divergence.toFixed(4)} (${this.acceptance.label})`,
     );
     if (probability !== null) lines.push(`Target probability: ${percent(probability)}`);
     if (top.length) {
@@ -262,7 +268,7 @@ class Answer {
     const { threshold, divergence } = this.acceptance;
     const lowest = (max / 10 ** SCALE_DECADES).toFixed(9).replace(/\.?0+$/, "");
     const line = threshold === undefined ? "" : "; the line is at T";
-    const caption = `Divergence of each token (${divergence}, logarithmic, ${lowest} to ${max})${line}`;
+    const caption = `Divergence of each token (${spelled(divergence)}, logarithmic, ${lowest} to ${max})${line}`;
     return make("figure", { className: "fsd-strip" },
       make("figcaption", {}, caption),
       make("div", { className: "fsd-scroll" }, this.bars), this.flips);
@@ -361,6 +367,7 @@ const send = async () => {
   live.replaceChildren(questionMessage(question), message("Assistant", answer.element, answer.note));
   comparison.replaceChildren();
   box.value = "";
+  describe("");
   showStats({}, {}, PENDING);
   await run(async (signal, active) => {
     const error = await answer.receive(body, signal, () => {

@@ -126,6 +126,26 @@ def test_compare_marks_the_first_difference(page: PageObject) -> None:
     assert page.find_all(".fsd-differs") == []
 
 
+def test_nothing_describes_the_previous_answer(page: PageObject) -> None:
+    """Neither statistics nor inspector, once a message is sent by Enter or compared."""
+    page.open()
+    for action in (lambda: page.ask("Second", wait=False), page.compare):
+        page.backend.reply("Mia", " has", " 43", endless=False)
+        page.ask("First")
+        page.wait_until(lambda: page.find(".fsd-speedup b").text.endswith("x"))
+        page.backend.reply(endless=True)
+        page.execute("document.querySelector('#fsd-live .fsd-token').focus()")
+        assert "“Mia”" in page.find("#fsd-inspector").text
+        action()
+        page.wait_until(lambda: page.backend.active == 1)
+        assert page.find("#fsd-inspector").text == ""
+        values = [cell.text for cell in page.find_all("#fsd-stats td")]
+        assert (len(values), set(values)) == (10, {NONE})
+        assert "x" not in page.find(".fsd-speedup b").text
+        page.find("#fsd-clear").click()
+        page.wait_until(lambda: page.backend.active == 0)
+
+
 def test_stop_is_enabled_only_while_it_works(page: PageObject) -> None:
     page.backend.reply("So", endless=True)
     page.open()

@@ -16,7 +16,7 @@ def test_inspector_describes_tokens(page: PageObject) -> None:
     page.open()
     page.ask()
     fuzzy = page.find("#fsd-live .fsd-fuzzy")
-    assert "Divergence (js): 0." in fuzzy.get_attribute("title")
+    assert "Divergence (js, Jensen-Shannon): 0." in fuzzy.get_attribute("title")
     assert "(T = 0.2)" in fuzzy.get_attribute("title")
     inspector = page.find("#fsd-inspector")
     assert inspector.rect["height"] == 0

@@ -135,6 +135,37 @@ def test_all_text_has_contrast(page: PageObject, size: tuple[int, int], dark: bo
 
 
 @BOTH
+def test_text_is_readable_and_labels_are_no_buttons(
+    page: PageObject, size: tuple[int, int], dark: bool
+) -> None:
+    """An inspected token is described beside the chat, with words for ``js``."""
+    page.backend.fixed = [Token(1, " word", "fuzzy", 0.1, 0.5, [(" word", 0.5)])]
+    page.open(size, dark)
+    page.ask()
+    page.execute("document.querySelector('#fsd-live .fsd-token').focus()")
+    inspector, buttons = page.find("#fsd-inspector"), page.find("#fsd-buttons").rect
+    top, bottom = inspector.rect["y"], inspector.rect["y"] + inspector.rect["height"]
+    assert 0 <= top < bottom <= size[1]
+    assert bottom <= buttons["y"] or size == WIDE
+    for described in (inspector, page.find("figcaption"), page.find("#fsd-divergence-info")):
+        assert re.search("js[,:] Jensen-Shannon", described.text)
+    small, buttonlike = page.execute(
+        """
+        const styles = (selector) => [...document.querySelectorAll(selector)]
+          .filter((element) => element.checkVisibility() && element.innerText.trim())
+          .map((element) => [element.innerText.slice(0, 40), getComputedStyle(element)]);
+        return [
+          styles("#fsd-page *").filter(([, style]) => parseFloat(style.fontSize) < 12),
+          styles(".fsd-legend *, .fsd-control label, .fsd-author").filter(([, style]) =>
+            style.cursor === "pointer" || style.boxShadow !== "none"
+            || [style.borderTopWidth, style.borderRadius, style.padding].some((w) => w !== "0px")),
+        ].map((found) => found.map(([text]) => text));
+        """
+    )
+    assert (small, buttonlike) == ([], [])
+
+
+@BOTH
 def test_comparison_appears_in_the_chat(
     page: PageObject, size: tuple[int, int], dark: bool
 ) -> None:
