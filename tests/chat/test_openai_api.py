@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import openai
@@ -243,13 +244,34 @@ def test_tokens_and_version(model: EagleFSD, server: APIThread) -> None:
     assert server.http.get("/version").json() == {"version": eagle_fsd.__version__}
 
 
-def test_answers_stream_while_texts_are_embedded(server: APIThread, client: openai.OpenAI) -> None:
-    with ask(client, stream=True, max_tokens=1900, **ENDLESS) as stream:
+def test_answers_stream_while_texts_are_embedded(
+    model: EagleFSD, server: APIThread, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is a decoding step between any two texts."""
+    events: list[str] = []
+    observer = server.backend.queue.observer
+    step_finished = observer.step_finished
+
+    def record_step(*values: Any) -> None:
+        events.append("step")
+        step_finished(*values)
+
+    def record_text(_module: Any, _args: Any, options: dict[str, Any]) -> None:
+        if options.get("use_cache") is False:
+            events.append("text")
+
+    monkeypatch.setattr(observer, "step_finished", record_step)
+    hook = model.model.base_model.register_forward_pre_hook(record_text, with_kwargs=True)
+    endless = {**EXACT, "ignore_eos": True}
+    with ask(client, stream=True, max_tokens=1900, extra_body=endless, **ENDLESS) as stream:
         next(iter(stream))
-        embedded = client.embeddings.create(model=NAME, input=["Hello!", "8 - 3 = 5"] * 4)
+        embedded = client.embeddings.create(model=NAME, input=["Hello!", "8 - 3 = 5"] * 8)
         assert server.queue_length() == 1
+    hook.remove()
+    assert events.count("text") == 16
+    assert ("text", "text") not in pairwise(events)
     vectors = torch.tensor([item.embedding for item in embedded.data])
-    assert torch.allclose(vectors.norm(dim=1), torch.ones(8), atol=1e-4)
-    assert embedded.usage.prompt_tokens > 8
+    assert torch.allclose(vectors.norm(dim=1), torch.ones(16), atol=1e-4)
+    assert embedded.usage.prompt_tokens > 16
     lists = client.embeddings.create(model=NAME, input="Hello!", encoding_format="float")
     assert lists.data[0].embedding == pytest.approx(vectors[0].tolist(), abs=1e-6)
