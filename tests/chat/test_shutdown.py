@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +11,18 @@ from typing import Any
 
 import httpx
 import pytest
-from api_servers import CHAT, EMBEDDINGS, ENDLESS, HELLO, NAME, TIMEOUT, APIThread, seconds_until
+from api_servers import (
+    CHAT,
+    EMBEDDINGS,
+    ENDLESS,
+    HELLO,
+    NAME,
+    TIMEOUT,
+    APIThread,
+    ServerProcess,
+    fixed_answer,
+    seconds_until,
+)
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.model.self_check import check_target
@@ -53,18 +65,66 @@ def server(model: EagleFSD) -> Iterator[APIThread]:
     server.stop()
 
 
-def test_answers_end_with_an_error_when_the_server_stops(server: APIThread) -> None:
-    stream = Streamed(server.url)
-    replies: list[httpx.Response] = []
-    plain = threading.Thread(target=lambda: replies.append(ask(server.url)))
+def begin_two(url: str) -> tuple[Streamed, threading.Thread, list[httpx.Response]]:
+    """Ask for a streamed answer and a whole one, whose thread fills the list."""
+    stream, replies = Streamed(url), []
+    plain = threading.Thread(target=lambda: replies.append(ask(url)))
     plain.start()
-    assert seconds_until(lambda: server.queue_length() == 2) < TIMEOUT
+    health = url + "/health"
+    assert seconds_until(lambda: httpx.get(health, trust_env=False).json()["queue"] == 2) < TIMEOUT
+    return stream, plain, replies
+
+
+def check_ended(stream: Streamed, replies: list[httpx.Response], message: str) -> None:
+    """Both have ended with an error."""
+    assert message in stream.events[-1]["error"]["message"]
+    assert replies[0].status_code == 503
+    assert message in replies[0].json()["error"]["message"]
+
+
+def test_answers_end_with_an_error_when_the_server_stops(server: APIThread) -> None:
+    stream, plain, replies = begin_two(server.url)
     server.server.should_exit = True
     for thread in (stream, plain, server.thread):
         thread.join(TIMEOUT)
-    assert stream.events[-1]["error"]["message"] == "the server is shutting down"
-    assert replies[0].status_code == 503
-    assert replies[0].json()["error"]["message"] == "the server is shutting down"
+    check_ended(stream, replies, "the server is shutting down")
+
+
+@pytest.mark.slow
+def test_a_terminated_process_ends_its_answers() -> None:
+    server = ServerProcess("serve", "--shutdown-timeout", "1")
+    stream, plain, replies = begin_two(server.url)
+    begin = time.monotonic()
+    status = server.stop(signal.SIGTERM)
+    assert time.monotonic() - begin < 10
+    for thread in (stream, plain):
+        thread.join(TIMEOUT)
+    check_ended(stream, replies, "the server is shutting down")
+    assert status == -signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_a_suspended_process_resumes() -> None:
+    """Its requests end, with an error if a step has stalled, and the next ones are answered."""
+    server = ServerProcess("serve", "--stall-timeout", "1")
+    try:
+        stream, plain, replies = begin_two(server.url)
+        server.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(httpx.ReadTimeout):
+            server.http.get("/health", timeout=2)
+        server.process.send_signal(signal.SIGCONT)
+        for thread in (stream, plain):
+            thread.join(TIMEOUT)
+        if "error" in stream.events[-1]:
+            check_ended(stream, replies, "decoding has stalled: a step takes more than 1 s")
+        else:  # it was suspended between two steps
+            assert stream.events[-1]["choices"][0]["finish_reason"] == "length"
+            assert replies[0].status_code == 200
+        assert seconds_until(lambda: server.http.get("/ready").status_code == 200) < TIMEOUT
+        assert server.http.get("/health").json() == {"status": "ok", "queue": 0}
+        assert fixed_answer(server.http)
+    finally:
+        server.stop()
 
 
 def test_answers_get_time_to_end(model: EagleFSD, monkeypatch: pytest.MonkeyPatch) -> None:
