@@ -7,15 +7,29 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from api_servers import CHAT, NAME, APIThread, ServerProcess
+from api_servers import (
+    CHAT,
+    NAME,
+    TIMEOUT,
+    APIThread,
+    ServerProcess,
+    ServerThread,
+    fixed_answer,
+    free_port,
+    seconds_until,
+)
+from pairs import forget_compiled
 
+from eagle_fsd.chat.decode_queue import DecodeQueue
 from eagle_fsd.chat.serve import connections, worker
 from eagle_fsd.chat.serve.guard import Access
+from eagle_fsd.model import compilation
 
 KEY = "0123456789abcdef"
 Run = Callable[..., tuple[int, str, str]]
@@ -112,6 +126,40 @@ def test_imports_have_no_effects(tmp_path: Path) -> None:
     )
     assert found.stdout.split() == ["5"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_serving_does_not_wait_for_compilation(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Answers are decoded meanwhile, and the log says when it begins and ends."""
+    compiling, proceed = threading.Event(), threading.Event()
+
+    def compile_graph(function: Callable[..., Any], *_: Any) -> Callable[..., Any]:
+        compiling.set()
+        assert proceed.wait(TIMEOUT)
+        return function
+
+    def use(app: Any, *_: Any, queue: DecodeQueue, **__: Any) -> None:
+        server = ServerThread(app, queue=queue)
+        before = fixed_answer(server.http)
+        assert compiling.wait(TIMEOUT)
+        assert fixed_answer(server.http) == before
+        assert [record.message for record in caplog.records] == [
+            "compiling in the background; meanwhile, answers are decoded without it"
+        ]
+        proceed.set()
+        assert seconds_until(lambda: len(caplog.records) > 1) < TIMEOUT
+        assert caplog.records[1].message.startswith("compiled in ")
+        assert fixed_answer(server.http) == before
+        server.stop()
+
+    monkeypatch.setattr(compilation, "BACKGROUND_SECONDS", 0.0)
+    monkeypatch.setattr(compilation, "BACKGROUND_TOKENS", 1)
+    monkeypatch.setattr(compilation, "compile_graph", compile_graph)
+    monkeypatch.setattr(connections, "run_server", use)
+    status, _, errors = run("serve", "--port", free_port())
+    forget_compiled()
+    assert status == 0, errors
 
 
 @pytest.mark.slow
