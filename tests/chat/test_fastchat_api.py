@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,25 @@ from eagle_fsd import EagleFSD
 
 pytestmark = [pytest.mark.xdist_group("fastchat"), pytest.mark.slow]
 
-
 KEY = "one/two three"
+ENVIRONMENT = {**os.environ, "no_proxy": "127.0.0.1", "LOGDIR": ""}
+#: Chats as the visitors of FastChat's web page do; Gradio, which only draws it, is replaced.
+WEB_PAGE = """
+import json, sys
+from unittest.mock import MagicMock
+sys.modules["gradio"] = MagicMock()
+out = sys.stdout
+from fastchat.serve import gradio_web_server as web
+url, message = sys.argv[1:]
+web.set_global_vars(url, False)
+(model,), _ = web.get_model_list(url, None, False)
+visitor = MagicMock(headers={})
+visitor.client.host = "127.0.0.1"
+state = web.add_text(None, model, message, None, visitor)[0]
+prompt = state.conv.get_prompt()
+shown = [state.conv.messages[-1][1] for _ in web.bot_response(state, 0, 1, 24, visitor)]
+json.dump([model, prompt, shown], out)
+"""
 
 
 @contextmanager
@@ -31,7 +49,7 @@ def fastchat(module: str, folder: Path, probe: str, *arguments: str) -> Iterator
     process = subprocess.Popen(
         [sys.executable, "-m", f"fastchat.serve.{module}", "--port", str(port), *arguments],
         cwd=folder,
-        env={**os.environ, "no_proxy": "127.0.0.1", "LOGDIR": ""},
+        env=ENVIRONMENT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -52,24 +70,34 @@ def fastchat(module: str, folder: Path, probe: str, *arguments: str) -> Iterator
 
 
 @pytest.fixture(scope="module", params=["", KEY], ids=["open", "key"])
-def client(
+def controller(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[openai.OpenAI]:
-    """A client of FastChat's API server, in front of FastChat's controller and our worker."""
-    folder = tmp_path_factory.mktemp("fastchat")
-    with ExitStack() as stack:
-        controller = stack.enter_context(fastchat("controller", folder, "/test_connection"))
+) -> Iterator[str]:
+    """The URL of FastChat's controller, which knows our worker."""
+    with fastchat("controller", tmp_path_factory.mktemp("controller"), "/test_connection") as url:
         keys = {"EAGLE_FSD_API_KEYS": request.param}
-        worker = ServerProcess("serve", "worker", "--controller", controller, **keys)
-        stack.callback(worker.stop)
-        options = ("--controller-address", controller)
-        url = stack.enter_context(fastchat("openai_api_server", folder, "/v1/models", *options))
+        worker = ServerProcess("serve", "worker", "--controller", url, **keys)
+
+        def known() -> bool:
+            models = httpx.post(f"{url}/list_models", trust_env=False).json()["models"]
+            return models == [NAME]
+
+        try:
+            assert seconds_until(known) < TIMEOUT
+            status = httpx.post(f"{worker.url}/model_details", trust_env=False).status_code
+            assert status == (401 if request.param else 200)
+            yield url
+        finally:
+            worker.stop()
+
+
+@pytest.fixture(scope="module")
+def client(controller: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    """A client of FastChat's API server."""
+    folder, options = tmp_path_factory.mktemp("api"), ("--controller-address", controller)
+    with fastchat("openai_api_server", folder, "/v1/models", *options) as url:
         http_client = httpx.Client(trust_env=False)
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", http_client=http_client)
-        assert seconds_until(lambda: bool(client.models.list().data)) < TIMEOUT
-        status = httpx.post(f"{worker.url}/model_details", trust_env=False).status_code
-        assert status == (401 if request.param else 200)
-        yield client
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", http_client=http_client)
 
 
 def test_chats(model: EagleFSD, client: openai.OpenAI) -> None:
@@ -97,3 +125,17 @@ def test_embeddings(client: openai.OpenAI) -> None:
         model=NAME, input=["Hello!", "8 - 3 = 5"], encoding_format="float"
     )
     assert [len(item.embedding) for item in response.data] == [128, 128]
+
+
+def test_the_web_page(model: EagleFSD, controller: str, tmp_path: Path) -> None:
+    """It streams the answer to a prompt in the format that FastChat has for unknown models."""
+    command = [sys.executable, "-c", WEB_PAGE, controller, "Mia has 8 apples."]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=ENVIRONMENT, check=True, capture_output=True, text=True
+    )
+    name, prompt, shown = json.loads(done.stdout)
+    ids = model.tokenizer(prompt, return_tensors="pt").input_ids
+    answer = model.generate(ids, max_new_tokens=24).sequences[0, ids.shape[1] :]
+    assert (name, shown[0]) == (NAME, "▌")
+    assert shown[-1] == model.tokenizer.decode(answer, skip_special_tokens=True).strip()
+    assert len(shown) > 5
