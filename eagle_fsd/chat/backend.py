@@ -29,6 +29,7 @@ from eagle_fsd.chat.request_body import RequestError
 from eagle_fsd.chat.requests import default_acceptance, read_acceptance, read_request
 from eagle_fsd.chat.session import (
     AnswerRequest,
+    PromptScores,
     answer_stats,
     max_chars,
     score_prompt,
@@ -43,6 +44,9 @@ from eagle_fsd.model.verify import Origin
 from eagle_fsd.utils.chat_templates import Chat, ChatTemplate, encode_prompt
 
 log = logging.getLogger(__name__)
+
+#: Tokens of an echoed prompt in one update.
+PROMPT_PART = 64
 
 
 @dataclass(frozen=True)
@@ -80,17 +84,18 @@ class LocalBackend:
     async def answer(
         self, params: Mapping[str, Any], client: str = "", method: str = "fsd"
     ) -> AsyncGenerator[tuple[AnswerRequest, JobUpdate], None]:
-        """Stream an answer; with ``echo``, the first update holds the prompt.
+        """Stream an answer; with ``echo``, the first updates hold the prompt.
 
         ``method`` is ``"fsd"``, or ``"ar"`` to decode without the drafter. Yields the validated
         request with each update. Raises RequestError, QueueFullError or DecodingError.
         """
         finished = self.queue.observer.request_finished
         try:
-            self.queue.check_room()
+            self.queue.check_room(client)
             request = replace(await self.read(params), client=client, method=method)
             if request.echo_texts:
-                yield request, await self._echo(request)
+                async for update in self._echo(request):
+                    yield request, update
             if request.prompt_only:
                 finished("ended", {**answer_stats(DecodeStats.empty(1)), **_prompt_usage(request)})
                 return
@@ -110,22 +115,29 @@ class LocalBackend:
             finished("failed", {})
             raise DecodingError("the request could not be processed") from error
 
-    async def _echo(self, request: AnswerRequest) -> JobUpdate:
-        """Return the prompt as an update, scored in the decoding queue if requested."""
-        details: Sequence[TokenDetail | None] = [None] * request.ids.shape[1]
+    async def _echo(self, request: AnswerRequest) -> AsyncGenerator[JobUpdate, None]:
+        """Yield the prompt in parts, scored in the decoding queue if requested."""
+        scores: PromptScores | None = None
         if request.details is not None:
             count = request.details
-            scored = await self.queue.call(
-                lambda cancelled: score_prompt(self.model, request.ids, count, cancelled)
+            scores = await self.queue.call(
+                lambda cancelled: score_prompt(self.model, request.ids, count, cancelled),
+                request.client,
             )
-            details = [None, *scored]
-        tokens = zip(request.echo_texts, request.ids[0].tolist(), details, strict=True)
-        return JobUpdate(
-            [Piece(text, token, Origin.PADDING, detail) for text, token, detail in tokens],
-            _prompt_usage(request),
-            "length" if request.prompt_only else None,
-            answer_stats(DecodeStats.empty(1)),
-        )
+        stats = answer_stats(DecodeStats.empty(1))
+        tokens, texts = request.ids[0].tolist(), request.echo_texts
+        for start in range(0, len(tokens), PROMPT_PART):
+            end = min(start + PROMPT_PART, len(tokens))
+            details: list[TokenDetail | None] = [None] * (end - start)
+            if scores is not None:
+                details = [*([] if start else [None]), *scores.details(max(0, start - 1), end - 1)]
+            part = zip(texts[start:end], tokens[start:end], details, strict=True)
+            yield JobUpdate(
+                [Piece(text, token, Origin.PADDING, detail) for text, token, detail in part],
+                _prompt_usage(request),
+                "length" if request.prompt_only and end == len(tokens) else None,
+                stats,
+            )
 
     def acceptance(self, fsd: Mapping[str, Any], lossless: bool) -> AcceptanceConfig:
         """Return the acceptance options of a request; raises RequestError."""
@@ -160,7 +172,7 @@ class LocalBackend:
         decode = partial(self.model.tokenizer.decode, list(tokens))
         return str(await asyncio.get_running_loop().run_in_executor(self.reader, decode))
 
-    async def embed(self, texts: Sequence[str]) -> tuple[list[list[float]], int]:
+    async def embed(self, texts: Sequence[str], client: str = "") -> tuple[list[list[float]], int]:
         """Embed texts as the mean of the target's features, scaled to length 1.
 
         Returns a vector for each text, truncated to the context, and the number of tokens. Answers
@@ -170,7 +182,8 @@ class LocalBackend:
         vectors: list[list[float]] = []
         count = 0
         for text in texts:
-            vector, tokens = await self.queue.call(partial(self._embed, text), bool(vectors))
+            work = partial(self._embed, text)
+            vector, tokens = await self.queue.call(work, client, admitted=bool(vectors))
             vectors.append(vector)
             count += tokens
         return vectors, count

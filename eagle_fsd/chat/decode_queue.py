@@ -14,9 +14,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -96,13 +96,6 @@ class JobUpdate:
         """The new text."""
         return "".join(piece.text for piece in self.pieces)
 
-    def parts(self, size: int) -> Iterator[JobUpdate]:
-        """Split into updates of at most ``size`` pieces; only the last has the finish reason."""
-        for start in range(0, max(1, len(self.pieces)), size):
-            end = start + size
-            reason = self.finish_reason if end >= len(self.pieces) else None
-            yield replace(self, pieces=self.pieces[start:end], finish_reason=reason)
-
 
 class Job:
     """A request that is waiting or being decoded, and the event loop that reads its updates."""
@@ -122,7 +115,7 @@ class Job:
         """Cancel the request."""
         self.cancelled = True
 
-    def fail(self, error: DecodingError) -> None:
+    def fail(self, error: Exception) -> None:
         """Cancel the request with an error."""
         self.publish(error)
         self.cancel()
@@ -130,7 +123,7 @@ class Job:
     async def updates(self) -> AsyncGenerator[JobUpdate, None]:
         """Iterate over the updates of the answer; closing the iterator cancels the job.
 
-        Raises DecodingError.
+        Raises DecodingError, or QueueFullError if another request took the job's place.
         """
         try:
             while True:
@@ -156,6 +149,7 @@ class Call:
     """Other work that needs the model and waits in the same queue."""
 
     work: Work
+    client: str
     result: Future[Any] = field(default_factory=Future)
 
     @property
@@ -167,7 +161,7 @@ class Call:
         """Cancel the call."""
         self.result.cancel()
 
-    def fail(self, error: DecodingError) -> None:
+    def fail(self, error: Exception) -> None:
         """Cancel the call with an error."""
         with contextlib.suppress(InvalidStateError):
             self.result.set_exception(error)
@@ -193,8 +187,9 @@ class DecodeQueue:
 
     A free row of the batch is given to the client that has the fewest rows; among these, to the one
     whose last request started first; and to that client's requests in order of arrival. At most
-    ``max_waiting`` requests wait beside the ``max_batch`` that are being decoded. A step that takes
-    more than ``stall_timeout`` seconds has stalled.
+    ``max_waiting`` requests wait beside the ``max_batch`` that are being decoded; beyond that, a
+    request takes the place of the newest one of a client with more requests, or is refused. A step
+    that takes more than ``stall_timeout`` seconds has stalled.
     """
 
     def __init__(
@@ -225,7 +220,7 @@ class DecodeQueue:
     def __len__(self) -> int:
         """Return the number of requests that are waiting or being decoded."""
         with self._changed:
-            return self._count()
+            return len(self._present())
 
     @property
     def rows(self) -> int:
@@ -257,21 +252,21 @@ class DecodeQueue:
         """Add a request, in the event loop that will read its updates; raises QueueFullError."""
         job = Job(request, asyncio.get_running_loop())
         with self._changed:
-            self._admit()
+            self._admit(job.client)
             self._waiting.append(job)
             self._changed.notify()
         return job
 
-    async def call(self, work: Work, admitted: bool = False) -> Any:
+    async def call(self, work: Work, client: str = "", admitted: bool = False) -> Any:
         """Do other work in the decoding thread between two steps, and return its result.
 
         The argument of ``work`` returns whether the call was cancelled. Raises QueueFullError,
         unless the work is ``admitted`` because it continues a request.
         """
-        call = Call(work)
+        call = Call(work, client)
         with self._changed:
             if self._closed or not admitted:
-                self._admit()
+                self._admit(client)
             self._calls.append(call)
             self._changed.notify()
         try:
@@ -279,15 +274,14 @@ class DecodeQueue:
         finally:
             call.cancel()
 
-    def check_room(self) -> None:
-        """Raise QueueFullError if the queue is closed or has no room for one more request."""
+    def check_room(self, client: str) -> None:
+        """Raise QueueFullError if a client's next request would be refused."""
         with self._changed:
             if self._closed or self._draining:
                 raise ClosedError("the server is shutting down")
             if self.failed or self.stalled:
                 raise ClosedError(STOPPED)
-            # The first requests in the queue are about to start while there are free rows.
-            if self._count() >= self.max_waiting + self.max_batch:
+            if self._full() and self._replaceable(client) is None:
                 raise QueueFullError(f"{self.max_waiting} requests are waiting; try again later")
 
     def drain(self) -> None:
@@ -310,14 +304,33 @@ class DecodeQueue:
             self._changed.notify()
         self._thread.join(timeout)
 
-    def _count(self) -> int:
-        waiting: list[Job | Call] = [*self._waiting, *self._calls]
-        return sum(not item.cancelled for item in waiting) + len(self._active)
+    def _queued(self) -> list[Job | Call]:
+        """List the requests that are waiting."""
+        items: list[Job | Call] = [*self._waiting, *self._calls]
+        return [item for item in items if not item.cancelled]
 
-    def _admit(self) -> None:
-        """Check that the queue has room, and remove cancelled requests, which must not pile up."""
-        self.check_room()
+    def _present(self) -> list[Job | Call]:
+        """List the requests that are waiting or being decoded."""
+        return [*self._queued(), *self._active]
+
+    def _full(self) -> bool:
+        # The first requests in the queue are about to start while there are free rows.
+        return len(self._present()) >= self.max_waiting + self.max_batch
+
+    def _replaceable(self, client: str) -> Job | Call | None:
+        """Return the waiting request that makes room for one of a client with fewer requests."""
+        counts = Counter(item.client for item in self._present())
+        newest_first = reversed(self._queued())
+        item = max(newest_first, key=lambda item: counts[item.client], default=None)
+        return item if item and counts[item.client] > counts[client] + 1 else None
+
+    def _admit(self, client: str) -> None:
+        """Make room for a request, and remove cancelled ones, which must not pile up."""
+        self.check_room(client)
         self._drop_cancelled()
+        if self._full() and (item := self._replaceable(client)) is not None:
+            item.fail(QueueFullError("other clients' requests took the place; try again later"))
+            self._waiting = [job for job in self._waiting if job is not item]
 
     def _drop_cancelled(self) -> None:
         """Remove requests that were cancelled while they waited."""

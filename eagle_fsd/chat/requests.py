@@ -171,7 +171,7 @@ class RequestParams(AnswerOptions):
         if self.lossless and self.fsd:
             raise ValueError("lossless and fsd exclude each other")
         if self.json_schema is not None and (self.ignore_eos or self.min_tokens):
-            raise ValueError("a JSON schema excludes ignore_eos and min_tokens")
+            raise ValueError("json_schema excludes ignore_eos and min_tokens")
         if self.echo and self.messages is not None:
             raise ValueError("echo requires a raw prompt; got a chat")
         if not self.max_new_tokens and not self.echo:
@@ -233,7 +233,7 @@ def read_request(
     except ValueError as error:  # the template rejects the chat, or the target the length
         raise RequestError(str(error), RequestError.INVALID) from error
     if not ids.shape[1]:
-        raise RequestError("the prompt has no tokens", RequestError.INVALID)
+        raise RequestError("the prompt has no tokens", RequestError.INVALID, "prompt")
     if strict and parsed.truncation == "disabled":
         _check_room(ids.shape[1], max_new_tokens, model.target.context_length)
     if parsed.echo and parsed.logprobs is not None:

@@ -243,33 +243,52 @@ def token_usage(prompt_tokens: int, new_tokens: int) -> dict[str, int]:
     }
 
 
+@dataclass(frozen=True)
+class PromptScores:
+    """The target's log-probabilities of a prompt's tokens but the first, and of alternatives.
+
+    They are kept as tensors: as Python objects they take more than ten times the memory.
+    """
+
+    own: Tensor  #: ``[S - 1]``
+    top_tokens: Tensor  #: ``[S - 1, count]``
+    top: Tensor  #: ``[S - 1, count]``
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def details(self, start: int = 0, end: int | None = None) -> list[TokenDetail]:
+        """Return the details of a range of the tokens."""
+        columns = (item[start:end].tolist() for item in (self.own, self.top_tokens, self.top))
+        return [
+            TokenDetail(own, None, list(zip(tokens, top, strict=True)))
+            for own, tokens, top in zip(*columns, strict=True)
+        ]
+
+
 @torch.inference_mode()
 def score_prompt(
     model: EagleFSD, ids: Tensor, count: int, cancelled: Callable[[], bool] = lambda: False
-) -> list[TokenDetail]:
+) -> PromptScores:
     """Compute the target's log-probabilities of a prompt's tokens, given the tokens before them.
 
-    ``ids`` are ``[1, S]``. Returns the details of every token but the first, with ``count``
-    alternatives each; fewer if ``cancelled`` returns true between two passes. Raises
-    FloatingPointError if the target's logits are NaN or infinite.
+    ``ids`` are ``[1, S]``, and ``count`` is the number of alternatives. Fewer tokens are scored if
+    ``cancelled`` returns true between two passes. Raises FloatingPointError if the target's logits
+    are NaN or infinite.
     """
     ids, end = ids.to(model.target.device), ids.shape[1] - 1
     cache = DynamicCache(config=model.model.config)
-    details: list[TokenDetail] = []
-    for start in range(0, end, SCORE_CHUNK):
-        if cancelled():
-            break
-        stop = min(start + SCORE_CHUNK, end)
-        output = model.model(ids[:, start:stop], past_key_values=cache, use_cache=True)
-        logits = output.logits[0].to(ids.device, torch.float32)  # [stop - start, V]
+    count = min(count, model.target.vocab_size)
+    scores = PromptScores(torch.empty(end), torch.empty(end, count).int(), torch.empty(end, count))
+    done = 0
+    while done < end and not cancelled():
+        rows = slice(done, min(done + SCORE_CHUNK, end))
+        output = model.model(ids[:, rows], past_key_values=cache, use_cache=True)
+        logits = output.logits[0].to(ids.device, torch.float32)  # [S, V]
         log_probs = logits.log_softmax(-1)
-        own = log_probs.gather(1, ids[0, start + 1 : stop + 1, None])
-        top = log_probs.topk(min(count, log_probs.shape[1]), -1)
-        rows = torch.cat([own, top.values], 1).tolist()
-        if any(math.isnan(row[0]) for row in rows):
-            raise FloatingPointError("the target produced NaN or infinite logits")
-        details += [
-            TokenDetail(log_prob, None, list(zip(tokens, values, strict=True)))
-            for (log_prob, *values), tokens in zip(rows, top.indices.tolist(), strict=True)
-        ]
-    return details
+        scores.own[rows] = log_probs.gather(1, ids[0, done + 1 : rows.stop + 1, None])[:, 0].cpu()
+        scores.top[rows], scores.top_tokens[rows] = log_probs.topk(count, -1)
+        done = rows.stop
+    if scores.own[:done].isnan().any():
+        raise FloatingPointError("the target produced NaN or infinite logits")
+    return PromptScores(scores.own[:done], scores.top_tokens[:done], scores.top[:done])

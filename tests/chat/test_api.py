@@ -312,7 +312,10 @@ def test_streamed_choices(path: str, backend: StandIn) -> None:
             assert usage["choices"] == []
             assert usage["usage"]["completion_tokens"] == 6
         assert len({chunk["id"] for chunk in chunks}) == 1
-        assert all(chunk["usage"] is None for chunk in chunks)
+        last_usage = None if include_usage else chunks[-1]["usage"]
+        assert [chunk["usage"] for chunk in chunks] == [None] * (len(chunks) - 1) + [last_usage]
+        if not include_usage:
+            assert last_usage["completion_tokens_details"] == {"fuzzy_tokens": 0}
         for index in range(2):
             choices = [chunk["choices"][0] for chunk in chunks]
             choices = [choice for choice in choices if choice["index"] == index]
@@ -404,7 +407,8 @@ def test_errors_have_their_status(backend: StandIn) -> None:
         (QueueFullError("why"), 429, "rate_limit_error", None),
         (DecodingError("why"), 500, "server_error", None),
     ):
-        expected = {"error": {"message": "why", "type": kind, "param": None, "code": code}}
+        param = "messages" if code else None
+        expected = {"error": {"message": "why", "type": kind, "param": param, "code": code}}
         for stream in (False, True):
             backend.answers = lambda _, error=error: [error]
             response = backend.call(CHAT, {**CHAT_BODY, "stream": stream})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import logging
@@ -13,32 +14,66 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from api_servers import ServerThread
+from api_servers import ServerThread, seconds_until
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from eagle_fsd.chat.serve import connections
+from eagle_fsd.chat.serve.asgi import PART_BYTES, PartedResponse
 from eagle_fsd.chat.serve.connections import limit_logging, run_server
-from eagle_fsd.chat.serve.guard import Guard
+from eagle_fsd.chat.serve.guard import Access, Guard
 
 HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BODY = HEAD + b"Content-Length: 9\r\n\r\n"
+GET = b"GET /%s HTTP/1.1\r\nHost: localhost\r\n%s\r\n"
+#: Many small responses, and a large one.
+UNREAD = (GET % (b"", b"") * 3000, GET % (b"large", b""))
+LARGE = bytes(8 << 20)
 #: Seconds that a client gets in these tests.
-HEAD_TIMEOUT = 0.5
+CLIENT_TIMEOUT = 0.5
 
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-    await JSONResponse({"path": scope["path"]})(scope, receive, send)
+    if scope["path"] == "/busy":
+        await asyncio.sleep(60)
+    large = scope["path"] == "/large"
+    response = PartedResponse(LARGE) if large else JSONResponse({"path": scope["path"]})
+    await response(scope, receive, send)
+
+
+def connect(port: int) -> socket.socket:
+    """Connect with a small buffer for what is received."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", port))
+    connection.settimeout(0.2)
+    return connection
+
+
+def send(connection: socket.socket, data: bytes) -> None:
+    """Send until the server reads no more."""
+    with contextlib.suppress(OSError):
+        connection.sendall(data)
+
+
+def open_ports(server: ServerThread) -> set[int]:
+    """Return the clients' ports of the connections that are open."""
+    return {item.client[1] for item in [*server.server.server_state.connections]}
 
 
 @pytest.fixture
-def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Port of a server with at most 8 connections."""
-    monkeypatch.setattr(connections, "HEAD_TIMEOUT", HEAD_TIMEOUT)
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerThread]:
+    """A server with at most 8 connections, for two clients with keys and others."""
+    monkeypatch.setattr(connections, "CLIENT_TIMEOUT", CLIENT_TIMEOUT)
     monkeypatch.setattr(connections, "connection_limit", lambda: 8)
     server = ServerThread(Guard(answer))
-    yield server.port
+    yield server
     server.stop()
+
+
+@pytest.fixture
+def port(server: ServerThread) -> int:
+    return server.port
 
 
 def seconds_until_closed(connection: socket.socket, trickle: bytes) -> float:
@@ -79,34 +114,66 @@ def test_connections_without_a_request_are_closed(port: int) -> None:
     )
     with ThreadPoolExecutor(len(sent)) as pool:
         found = list(pool.map(seconds, sent))
-    assert all(HEAD_TIMEOUT / 2 < item < 10 * HEAD_TIMEOUT for item in found), found
+    assert all(CLIENT_TIMEOUT / 2 < item < 10 * CLIENT_TIMEOUT for item in found), found
+
+
+def test_connections_that_are_not_read_are_closed(server: ServerThread) -> None:
+    """Those that are read slowly are not; little of a large response waits in the server."""
+    open_connections = server.server.server_state.connections
+    for data in UNREAD:
+        with connect(server.port) as connection:
+            send(connection, data)
+            assert seconds_until(lambda: not open_connections, 20) < 10 * CLIENT_TIMEOUT
+    with connect(server.port) as connection:
+        send(connection, UNREAD[1])
+        received, begin = 0, time.monotonic()
+        while time.monotonic() - begin < 4 * CLIENT_TIMEOUT:
+            received += len(connection.recv(1 << 15))
+            waiting = [item.transport.get_write_buffer_size() for item in [*open_connections]]
+            assert max(waiting) <= 2 * PART_BYTES
+            time.sleep(0.005)
+        while received < len(LARGE):
+            received += len(connection.recv(1 << 20))
 
 
 def test_oldest_connections_are_closed_at_the_limit(
-    port: int, monkeypatch: pytest.MonkeyPatch
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "HEAD_TIMEOUT", 60)
-    for data in (b"", HEAD, BODY):
+    monkeypatch.setattr(connections, "CLIENT_TIMEOUT", 60)
+    for data in (b"", HEAD, BODY, *UNREAD):
         sockets = []
         for _ in range(20):
-            sockets.append(socket.create_connection(("127.0.0.1", port)))
-            sockets[-1].sendall(data)
+            sockets.append(connect(server.port))
+            send(sockets[-1], data)
             time.sleep(0.01)
-        reply = httpx.get(f"http://127.0.0.1:{port}/x", trust_env=False)
-        assert reply.json() == {"path": "/x"}
-        closed = []
+        assert httpx.get(f"{server.url}/x", trust_env=False).json() == {"path": "/x"}
+        still_open = open_ports(server)
+        closed = [item.getsockname()[1] not in still_open for item in sockets]
         for item in sockets:
-            item.settimeout(0.02)
-            try:
-                closed.append(item.recv(1) == b"")
-            except TimeoutError:
-                closed.append(False)
-            except ConnectionError:
-                closed.append(True)
             item.close()
-        assert closed == sorted(closed, reverse=True)  # the oldest ones
+        assert closed == sorted(closed, reverse=True) or data == UNREAD[0]  # the oldest ones
         assert 11 <= sum(closed) <= 13
         time.sleep(0.1)
+
+
+def test_busy_connections_are_shared_among_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One client's requests take all connections; another's first one closes its newest."""
+    monkeypatch.setattr(connections, "connection_limit", lambda: 8)
+    server = ServerThread(Guard(answer, Access(keys=("a", "b"))))
+    sockets = []
+    for _ in range(8):
+        sockets.append(connect(server.port))
+        send(sockets[-1], GET % (b"busy", b"Authorization: Bearer a\r\n"))
+        time.sleep(0.02)
+    headers = {"authorization": "Bearer b"}
+    reply = httpx.get(f"{server.url}/x", headers=headers, trust_env=False)
+    assert reply.json() == {"path": "/x"}
+    still_open = open_ports(server)
+    closed = [item.getsockname()[1] not in still_open for item in sockets]
+    assert closed == [False] * 7 + [True]
+    for item in sockets:
+        item.close()
+    server.stop()
 
 
 def test_file_limit_is_raised() -> None:

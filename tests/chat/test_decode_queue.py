@@ -174,6 +174,34 @@ def test_full_queue_rejects_requests(model: EagleFSD, queue: DecodeQueue) -> Non
     run(work)
 
 
+def test_requests_of_a_busy_client_make_room_for_others(
+    model: EagleFSD, queue: DecodeQueue, recorder: Recorder
+) -> None:
+    """The newest waiting one, as long as its client has more than an equal share."""
+
+    async def work() -> None:
+        long, short = request(model, **LONG), request(model, max_new_tokens=1)
+        jobs = [queue.submit(replace(long, client="a")) for _ in range(6)]
+        call = asyncio.create_task(queue.call(lambda _: 7, "b"))
+        await asyncio.sleep(0)
+        others = [queue.submit(replace(short, client=client)) for client in "bb"]
+        with pytest.raises(QueueFullError):
+            queue.submit(replace(short, client="b"))
+        with pytest.raises(QueueFullError):
+            queue.check_room("a")
+        queue.check_room("c")
+        for job in jobs[3:]:
+            with pytest.raises(QueueFullError, match="other clients' requests took the place"):
+                await collect(job)
+        for job in jobs[:3]:
+            job.cancel()
+        assert await call == 7
+        assert [len(await collect(job)) for job in others] == [1, 1]
+
+    run(work)
+    assert recorder.finished.count("cancelled") == 3
+
+
 def test_cancelled_row_is_free_in_the_next_step(
     model: EagleFSD, queue: DecodeQueue, recorder: Recorder
 ) -> None:

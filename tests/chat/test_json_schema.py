@@ -174,7 +174,7 @@ def test_invalid_formats_name_the_parameter(client: openai.OpenAI) -> None:
             ask(client, response_format=format_, stream=number % 2 == 0)
         assert str(raised.value.param).startswith("response_format")
         assert "<state>" not in str(raised.value)
-    with pytest.raises(openai.BadRequestError, match="JSON schema excludes ignore_eos"):
+    with pytest.raises(openai.BadRequestError, match="response_format excludes ignore_eos"):
         ask(client, response_format={"type": "json_object"}, extra_body={"ignore_eos": True})
 
 

@@ -8,13 +8,15 @@ from typing import Any
 import openai
 import pytest
 import torch
-from api_servers import ENDLESS, EXACT, HELLO, NAME, QUESTION, APIThread
+from api_servers import CHAT, COMPLETIONS, ENDLESS, EXACT, HELLO, NAME, QUESTION, APIThread
 from prompts import reference, tokenize
 
 import eagle_fsd
 from eagle_fsd import EagleFSD
 from eagle_fsd.bundled import BUNDLED_HEAD
 from eagle_fsd.model.config import read_settings
+
+SCHEMA = {"type": "json_object"}
 
 
 def ask(client: openai.OpenAI, messages: Any = HELLO, **options: Any) -> Any:
@@ -56,7 +58,9 @@ def test_streamed_chat(model: EagleFSD, client: openai.OpenAI) -> None:
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens > 10
     assert chunks[-1].usage.tau > 2
-    assert all(chunk.usage is None for chunk in ask(client, stream=True))
+    *others, last = ask(client, stream=True)
+    assert all(chunk.usage is None for chunk in others)
+    assert last.usage == chunks[-1].usage
 
 
 def test_completions_and_stop_strings(model: EagleFSD, client: openai.OpenAI) -> None:
@@ -222,6 +226,35 @@ def test_lengths_beyond_the_room_are_errors(server: APIThread, client: openai.Op
     with pytest.raises(openai.BadRequestError, match="max_tokens must be at most") as error:
         ask(client, max_tokens=context)
     assert error.value.code == "context_length_exceeded"
+
+
+def test_errors_name_the_parameter(server: APIThread) -> None:
+    """By the client's name for it, also those that are found while a prompt is tokenized."""
+    chat, completion = {"messages": HELLO}, {"prompt": "Hello!"}
+    long = [{"role": "user", "content": "Hello! " * 9000}]
+    for path, body, param in (
+        (CHAT, {**chat, "max_tokens": 5000}, "max_tokens"),
+        (CHAT, {**chat, "max_completion_tokens": 5000}, "max_completion_tokens"),
+        (CHAT, {**chat, "max_completion_tokens": 2047}, "max_completion_tokens"),
+        (CHAT, {**chat, "max_tokens": 5, "min_tokens": 6}, "min_tokens"),
+        (CHAT, {**chat, "stop": ["a"] * 17}, "stop"),
+        (CHAT, {**chat, "stop_token_ids": [10**6]}, "stop_token_ids"),
+        (CHAT, {**chat, "logit_bias": {"1000000": 1}}, "logit_bias"),
+        (CHAT, {**chat, "fsd": {"threshold": 9}}, "fsd"),
+        (CHAT, {**chat, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        (CHAT, {**chat, "response_format": SCHEMA, "ignore_eos": True}, "response_format"),
+        (CHAT, {"messages": long}, "messages"),
+        (COMPLETIONS, {**completion, "max_tokens": 5000}, "max_tokens"),
+        (COMPLETIONS, {"prompt": [10**6]}, "prompt"),
+        (COMPLETIONS, {"prompt": [7] * 5000}, "prompt"),
+        ("/detokenize", {"tokens": [10**6]}, "tokens"),
+    ):
+        for extra in ({}, {"stream": True}) if path != "/detokenize" else ({},):
+            reply = server.http.post(path, json={"model": NAME, **body, **extra})
+            assert reply.status_code == 400
+            error = reply.json()["error"]
+            assert error["param"] == param, error
+            assert "max_new_tokens" not in error["message"]
 
 
 def test_tokens_and_version(model: EagleFSD, server: APIThread) -> None:

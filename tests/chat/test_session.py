@@ -24,7 +24,7 @@ def test_prompt_scores_equal_those_of_one_pass(monkeypatch: pytest.MonkeyPatch) 
         pair = EagleFSD(tiny_target(architecture, **window), None)
         for length in (1, 2, 6, 31):
             ids = prompt(length, 3)
-            details = score_prompt(pair, ids, 2)
+            details = score_prompt(pair, ids, 2).details()
             with torch.no_grad():
                 log_probs = pair.model(ids).logits[0].log_softmax(-1)
             assert len(details) == length - 1
@@ -40,9 +40,9 @@ def test_likeliest_token_has_the_largest_score_exactly() -> None:
     """Clients recognize greedy tokens by comparing the numbers."""
     pair, ids = EagleFSD(tiny_target(), None), prompt(5, 1)
     ids = pair.generate(ids, max_new_tokens=20, method="ar").sequences
-    for detail in score_prompt(pair, ids, 1)[4:]:
+    for detail in score_prompt(pair, ids, 1).details(4):
         assert detail.log_prob == detail.top[0][1]
-    (detail,) = score_prompt(pair, ids[:, :2], 10**6)
+    (detail,) = score_prompt(pair, ids[:, :2], 10**6).details()
     assert len(detail.top) == VOCAB_SIZE
 
 

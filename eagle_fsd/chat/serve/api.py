@@ -22,11 +22,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from eagle_fsd.chat.backend import LocalBackend
-from eagle_fsd.chat.decode_queue import DecodingError, JobUpdate, QueueFullError
+from eagle_fsd.chat.decode_queue import JobUpdate
 from eagle_fsd.chat.request_body import RequestError, read_json
-from eagle_fsd.chat.serve.asgi import ClosingStream, until_disconnected
+from eagle_fsd.chat.serve.asgi import ClosingStream, PartedResponse, until_disconnected
 from eagle_fsd.chat.serve.metrics import ServerMetrics
 from eagle_fsd.chat.serve.openai_format import (
+    ANSWER_ERRORS,
     ApiError,
     ChatRequest,
     CompletionRequest,
@@ -48,8 +49,8 @@ CLIENT_CLOSED_REQUEST = 499
 #: How many choices of one request are decoded or wait at the same time, so that a request for many
 #: choices does not fill the queue.
 MAX_CONCURRENT_CHOICES = 4
-#: Tokens that are formatted at once.
-PIECES_PER_PART = 64
+#: Updates that a response holds while its client does not read.
+MAX_UNREAD_UPDATES = 16
 
 
 class JsonRequest(Request):
@@ -133,7 +134,7 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
                 acceptance = AcceptanceConfig()
         except RequestError as error:
             metrics.requests.labels("refused").inc()
-            raise answer_error(error) from error
+            raise answer_error(error, request.parameter_names) from error
         certificate = backend.model.certificate_for(acceptance)
         if certificate is not None and not request.decodes_as(certificate):
             certificate = None
@@ -144,16 +145,19 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
         builder = ResponseBuilder(request, len(params), backend.tokens)
         updates = answer_choices(backend, params, client, request.method)
         if request.stream:
-            events = stream(updates, builder, request.stream_options.include_usage)
+            events = stream(updates, builder, request)
             # An error before the first event sets the HTTP status. The last header tells nginx not
             # to buffer the response.
             headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             first = await anext(events)
             return ClosingStream(events, "text/event-stream", headers, first)
-        async with aclosing(updates):
-            async for index, update in updates:
-                builder.add(index, update)
-        return Response(builder.response(), headers=headers, media_type="application/json")
+        try:
+            async with aclosing(updates):
+                async for index, update in updates:
+                    builder.add(index, update)
+        except ANSWER_ERRORS as error:
+            raise answer_error(error, request.parameter_names) from error
+        return PartedResponse(builder.response(), headers=headers, media_type="application/json")
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -173,12 +177,12 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
         return await answer(body, request.state.client)
 
     @app.post("/v1/embeddings")
-    async def embed(body: EmbeddingRequest) -> Response:
+    async def embed(body: EmbeddingRequest, request: Request) -> Response:
         check_model(body.model, f"model must be one of {', '.join(names)}; got {body.model}")
         try:
-            vectors, tokens = await backend.embed(body.input)
-        except (RequestError, QueueFullError, DecodingError) as error:
-            raise answer_error(error) from error
+            vectors, tokens = await backend.embed(body.input, request.state.client)
+        except ANSWER_ERRORS as error:
+            raise answer_error(error, {"input": "input"}) from error
         return JSONResponse(embedding_response(body, vectors, tokens))
 
     @app.post("/tokenize")
@@ -187,7 +191,7 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
         try:
             tokens = await backend.tokenize(body.prompt, chat, body.add_special_tokens)
         except RequestError as error:
-            raise answer_error(error) from error
+            raise answer_error(error, {}) from error
         length = backend.model.target.context_length
         return {"count": len(tokens), "max_model_len": length, "tokens": tokens}
 
@@ -196,7 +200,7 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
         try:
             return {"prompt": await backend.detokenize(body.tokens)}
         except RequestError as error:
-            raise answer_error(error) from error
+            raise answer_error(error, {"tokens": "tokens"}) from error
 
     @app.get("/version")
     async def package_version() -> dict[str, str]:
@@ -233,30 +237,28 @@ async def answer_choices(
 ) -> AsyncGenerator[tuple[int, JobUpdate], None]:
     """Answer several requests, at most :data:`MAX_CONCURRENT_CHOICES` at the same time.
 
-    Yields the index of a request and its next update, or a part of it, as they arrive. If one
-    fails, the others are cancelled and ApiError is raised.
+    Yields the index of a request and its next update as they arrive. If one fails, the others are
+    cancelled and its error, one of :data:`ANSWER_ERRORS`, is raised.
     """
-    arrived: asyncio.Queue[tuple[int, JobUpdate | Exception | None]] = asyncio.Queue()
+    arrived: asyncio.Queue[tuple[int, JobUpdate | Exception | None]]
+    arrived = asyncio.Queue(MAX_UNREAD_UPDATES)
     slots = asyncio.Semaphore(MAX_CONCURRENT_CHOICES)
 
     async def collect(index: int) -> None:
         try:
             async with slots, aclosing(backend.answer(params[index], client, method)) as updates:
                 async for _, update in updates:
-                    for part in update.parts(PIECES_PER_PART):
-                        arrived.put_nowait((index, part))
-                        await asyncio.sleep(0)  # formatting a whole prompt would block others
-            arrived.put_nowait((index, None))
+                    await arrived.put((index, update))
+                    await asyncio.sleep(0)  # formatting a whole prompt would block others
+            await arrived.put((index, None))
         except Exception as error:  # raised by the loop below
-            arrived.put_nowait((index, error))
+            await arrived.put((index, error))
 
     tasks = [asyncio.create_task(collect(index)) for index in range(len(params))]
     unfinished = len(tasks)
     try:
         while unfinished:
             index, update = await arrived.get()
-            if isinstance(update, (RequestError, QueueFullError, DecodingError)):
-                raise answer_error(update) from update
             if isinstance(update, Exception):
                 raise update
             if update is None:
@@ -274,7 +276,7 @@ async def answer_choices(
 async def stream(
     updates: AsyncGenerator[tuple[int, JobUpdate], None],
     builder: ResponseBuilder,
-    include_usage: bool,
+    request: ChatRequest | CompletionRequest,
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a streamed response.
 
@@ -287,12 +289,13 @@ async def stream(
                 for chunk in builder.chunks(index, update):
                     yield _event(chunk)
                     started = True
-    except ApiError as error:
+    except ANSWER_ERRORS as error:
+        found = answer_error(error, request.parameter_names)
         if not started:
-            raise
-        yield _event(error.body())
+            raise found from error
+        yield _event(found.body())
         return
-    if include_usage:
+    if request.stream_options.include_usage:
         yield _event(builder.usage_chunk())
     yield b"data: [DONE]\n\n"
 

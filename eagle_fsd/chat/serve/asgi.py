@@ -1,4 +1,4 @@
-"""Helpers for ASGI applications: streams that close, bodies that were read, disconnects."""
+"""Helpers for ASGI applications: responses in parts, bodies that were read, disconnects."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 Result = TypeVar("Result")
+#: Bytes of a response that are written at once.
+PART_BYTES = 1 << 16
 
 
 class ClosingStream(StreamingResponse):
@@ -39,6 +41,24 @@ class ClosingStream(StreamingResponse):
         yield self.first
         async for part in self.source:
             yield part
+
+
+class PartedResponse(Response):
+    """A response that is written in parts, between which other responses go on.
+
+    Writing megabytes at once would block them: a transport moves what is left with each part that
+    it sends.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response; see the ASGI specification for the arguments."""
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+        for begin in range(0, len(self.body), PART_BYTES):
+            part = self.body[begin : begin + PART_BYTES]
+            more = begin + PART_BYTES < len(self.body)
+            await send({"type": "http.response.body", "body": part, "more_body": more})
+            await asyncio.sleep(0)
 
 
 def replay_body(body: bytes, receive: Receive) -> Receive:

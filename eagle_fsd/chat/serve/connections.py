@@ -1,7 +1,8 @@
 """Serve HTTP connections that silent or slow clients cannot exhaust.
 
-:class:`BoundedServer` sets up uvicorn so that a connection without a complete request is closed
-after a while, or as soon as its place is needed, and so that what clients do cannot fill the log.
+:class:`BoundedServer` sets up uvicorn so that a connection whose client neither sends a request nor
+reads the response is closed after a while, or as soon as its place is needed, and so that what
+clients do cannot fill the log.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,8 +27,10 @@ if TYPE_CHECKING:
 
 #: Seconds that open responses get to finish when a server stops.
 SHUTDOWN_TIMEOUT = 2
-#: Seconds that a client may take to send the head of a request.
-HEAD_TIMEOUT = 10.0
+#: Seconds that a client may take to send the head of a request, or to read a part of a response.
+CLIENT_TIMEOUT = 10.0
+#: Bytes of a response that the system may hold for a client that does not read.
+SEND_BUFFER = 1 << 17
 #: Maximum number of connections; at a low limit of open files it is a third of those, since a
 #: request may need a connection to another server.
 MAX_CONNECTIONS = 2048
@@ -119,7 +123,10 @@ class BoundedServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to listen; see ``uvicorn.Server``."""
-        self.server_state.max_connections = connection_limit()  # type: ignore[attr-defined]
+        maximum = connection_limit()
+        self.server_state.max_connections = maximum  # type: ignore[attr-defined]
+        if self.queue is not None:  # requests that wait must not take all connections
+            self.queue.max_waiting = min(self.queue.max_waiting, maximum // 2)
         await super().startup(sockets)
         # asyncio accepts as many connections at a time as its backlog; the system's can be larger.
         for server in getattr(self, "servers", ()):
@@ -152,29 +159,43 @@ class BoundedServer(uvicorn.Server):
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection that is closed if its client does not send a complete request in time."""
+    """A connection that is closed if its client neither sends a request nor reads the response.
+
+    Over the maximum number of connections, the one is closed that has waited longest for its
+    client; if all others are busy, the newest of the client that has the most.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._expect_request()
+        connection = transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        self._timer: asyncio.TimerHandle | None = None
+        self._wait_for_client()
         connections = cast("set[BoundedProtocol]", self.connections)
-        maximum = getattr(self.server_state, "max_connections", MAX_CONNECTIONS)
-        if len(connections) > maximum:
-            # This connection is among them: it is closed if all others have complete requests.
-            waiting = [item for item in connections if item.awaits_client()]
-            oldest = min(waiting, key=lambda item: item.waiting_since)
-            connections.discard(oldest)
-            oldest.transport.abort()
+        if len(connections) > getattr(self.server_state, "max_connections", MAX_CONNECTIONS):
+            others = connections - {self}
+            waiting = [item for item in others if item.awaits_client()]
+            if waiting:
+                closed = min(waiting, key=lambda item: item.waiting_since)
+            else:
+                counts = Counter(item.owner for item in others)
+                owner, count = counts.most_common(1)[0]
+                busy = [item for item in others if item.owner == owner]
+                closed = max(busy, key=lambda item: item.waiting_since) if count > 1 else self
+            connections.discard(closed)
+            closed.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
+        self._cancel_timer()
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        self._expect_request()
+        self._wait_for_client()
         super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_client()
 
     def send_400_response(self, msg: str) -> None:
         # An application that already handles the request's valid beginning must not answer it.
@@ -185,20 +206,37 @@ class BoundedProtocol(H11Protocol):
         if self.cycle is not None:
             self.cycle.disconnected = True
 
+    @property
+    def owner(self) -> str:
+        """The client of the current request, as the guard identifies it; empty before it does."""
+        return str(self.scope["state"].get("client", "")) if self.scope else ""
+
     def awaits_client(self) -> bool:
-        """Return whether the client has not sent a complete request yet."""
-        return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        """Return whether the client has not sent a complete request, or not read the response."""
+        return self._unread > 0 or self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
-    def _expect_request(self) -> None:
+    @property
+    def _unread(self) -> int:
+        """Number of bytes that the client has not read, beside those that the system holds."""
+        return self.transport.get_write_buffer_size()
+
+    def _wait_for_client(self) -> None:
         self.waiting_since = self.loop.time()
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self._close_if_silent)
+        self._cancel_timer()
+        self._timer = self.loop.call_later(CLIENT_TIMEOUT, self._close_if_idle, self._unread)
 
-    def _close_if_silent(self) -> None:
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _close_if_idle(self, unread: int) -> None:
         # A request whose body is missing is the application's to time out, until it has answered.
         answered = self.cycle is None or self.cycle.response_complete
-        if self.awaits_client() and answered:
+        if not answered and not self.flow.write_paused:
+            return
+        if 0 < self._unread < unread:  # the client reads slowly
+            self._wait_for_client()
+        elif self.awaits_client():
             self.transport.abort()
 
 

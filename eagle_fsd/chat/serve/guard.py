@@ -125,7 +125,7 @@ class Guard:
             if scope["method"] == "OPTIONS" and self._allows_origin(scope):
                 await Response(status_code=204)(scope, receive, tracked_send)
                 return
-            scope = {**scope, "state": {**scope.get("state", {}), "client": client}}
+            scope.setdefault("state", {})["client"] = client  # also for the connection
             receive = await self._read(scope, receive)
             await self.app(scope, receive, tracked_send)
         except RefusedError as error:

@@ -12,13 +12,21 @@ import json
 import time
 from abc import abstractmethod
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from secrets import token_hex
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi.exceptions import RequestValidationError
-from pydantic import AliasChoices, FailFast, Field, PlainValidator, model_validator
+from pydantic import (
+    AliasChoices,
+    FailFast,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    PrivateAttr,
+    model_validator,
+)
 from starlette.exceptions import HTTPException
 
 from eagle_fsd.chat.config import AnswerOptions
@@ -52,6 +60,8 @@ MAX_TOKENS = 1_048_576
 #: Maximum number of log-probabilities in a response that is not streamed, of 100 bytes each.
 MAX_LOGPROBS = 262_144
 MAX_BIASES = 300
+#: What an answer may raise.
+ANSWER_ERRORS = (RequestError, QueueFullError, DecodingError)
 #: Parameters that are passed on as they are.
 _FORWARDED = {
     *(*AnswerOptions.model_fields, "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
@@ -235,6 +245,17 @@ class GenerationRequest(AnswerOptions, Body):
     service_tier: str = Field(default="auto", description="Not used.")
     safety_identifier: str = Field(default="", description="Not used.")
     prompt_cache_key: str = Field(default="", description="Not used.")
+    _length_name: str = PrivateAttr("max_tokens")
+
+    @property
+    def parameter_names(self) -> dict[str, str]:
+        """The client's parameters by the names that ``eagle_fsd.chat.requests`` has for them."""
+        return {
+            **{name: name for name in type(self).model_fields},
+            "max_new_tokens": self._length_name,
+            "prompt_token_ids": "prompt",
+            "json_schema": "response_format",
+        }
 
     def answer_params(self) -> list[dict[str, Any]]:
         """Return the parameters of each choice, as ``eagle_fsd.chat.requests`` declares them.
@@ -288,13 +309,20 @@ class ChatRequest(GenerationRequest):
     )
     parallel_tool_calls: bool = True
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _check_names(cls, values: Any) -> Any:
+    def _check_names(
+        cls, values: Any, validate: ModelWrapValidatorHandler[ChatRequest]
+    ) -> ChatRequest:
         names = ("max_tokens", "max_completion_tokens")
-        if isinstance(values, dict) and all(values.get(name) is not None for name in names):
+        given = [
+            name for name in names if isinstance(values, dict) and values.get(name) is not None
+        ]
+        if len(given) > 1:
             raise ValueError("must not set both max_tokens and max_completion_tokens")
-        return values
+        request = validate(values)
+        request._length_name = given[0] if given else names[0]
+        return request
 
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
@@ -422,6 +450,7 @@ class ResponseBuilder:
         self.truncation = isinstance(request, ChatRequest) and request.truncation == "auto"
         self.logprobs = request.logprobs is not None and request.logprobs is not False
         self.include_tokens = request.stream_options.include_tokens
+        self.include_usage = request.stream_options.include_usage
         self._tokens = tokens
         self._fields: dict[str, Any] = {
             "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{token_hex(12)}",
@@ -466,8 +495,10 @@ class ResponseBuilder:
                 if self.chat:
                     logprobs["refusal"] = None
             choice, usage = self._choice(index, content, logprobs, update), None
+            self._last[index] = update
+            if not self.include_usage and all(item and item.finish_reason for item in self._last):
+                usage = self._usage()  # every reply tells how many of its tokens are fuzzy
             if self.include_tokens:
-                self._last[index] = update
                 choice["tokens"] = [_token(piece) for piece in update.pieces]
                 speed = {name: update.stats[name] for name in ("steps", "tokens_per_second")}
                 usage = {**self._usage(), **speed}
@@ -673,18 +704,22 @@ class ApiError(HTTPException):
         return {"error": error}
 
 
-def answer_error(error: Exception) -> ApiError:
-    """Convert an exception of :meth:`~eagle_fsd.chat.backend.LocalBackend.answer`."""
+def answer_error(error: Exception, names: Mapping[str, str]) -> ApiError:
+    """Convert one of :data:`ANSWER_ERRORS`; ``names`` are the client's, by those in its message."""
     if isinstance(error, (ClosedError, AbortedError)):
         return ApiError(str(error), 503)
     if isinstance(error, QueueFullError):
         return ApiError(str(error), 429)
     if isinstance(error, DecodingError):
         return ApiError(str(error), 500)
-    too_long = isinstance(error, RequestError) and error.code == RequestError.CONTEXT
-    message = str(error).replace("max_new_tokens", "max_tokens")  # the client's name of it
-    code = "context_length_exceeded" if too_long else None
-    return ApiError(message, code=code, param=getattr(error, "param", None))
+    message = str(error)
+    param = getattr(error, "param", None) or names.get(message.split()[0].rstrip(":"))
+    for name, known in names.items():
+        message = message.replace(name, known)
+    if not (isinstance(error, RequestError) and error.code == RequestError.CONTEXT):
+        return ApiError(message, param=param)
+    param = param or ("messages" if "messages" in names else "prompt")
+    return ApiError(message, code="context_length_exceeded", param=param)
 
 
 def validation_error(error: RequestValidationError) -> ApiError:

@@ -258,7 +258,8 @@ def worker_app(worker: FSDWorker) -> FastAPI:
                 f"input must be 1 to {MAX_EMBEDDING_INPUTS} non-empty strings; got {len(texts)}"
             )
         try:
-            found = await until_disconnected(request.receive, worker.backend.embed(texts))
+            work = worker.backend.embed(texts, request.state.client)
+            found = await until_disconnected(request.receive, work)
         except QueueFullError as error:
             return JSONResponse(error_output(str(error), OVERLOADED))
         except DecodingError as error:
