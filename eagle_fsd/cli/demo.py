@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from pydantic import Field
+
 from eagle_fsd.chat.config import AnswerOptions, Limits
 from eagle_fsd.cli.options import AcceptanceOptions, Pair, PairArguments, TreeOptions
 from eagle_fsd.cli.parsing import options
@@ -15,6 +17,7 @@ class PageServer(Server):
     """Where the web page and the API are served."""
 
     port: Port = 7860
+    browser: bool = Field(True, description="Open the page in a browser, if there is a screen.")
 
 
 def demo(
@@ -34,4 +37,4 @@ def demo(
     Tokens are colored by origin, and sliders set the threshold and the other acceptance options.
     Compare decodes the same prompt losslessly and with FSD, side by side.
     """
-    run_api(server, pair, tree, acceptance, limits, answers)
+    run_api(server, pair, tree, acceptance, limits, answers, open_page=server.browser)

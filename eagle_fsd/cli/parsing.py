@@ -36,7 +36,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
 }
 
 #: Names that switch options off that are on by default.
-NEGATIVES = {"capture": "--no-capture", "compile": "--no-compile"}
+NEGATIVES = {"browser": "--no-browser", "capture": "--no-capture", "compile": "--no-compile"}
 
 #: Headings of groups of options, in the order of the help.
 HEADINGS = (

@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import shlex
+import sys
+import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
@@ -133,6 +135,7 @@ def run_api(
     acceptance: AcceptanceConfig,
     limits: Limits,
     answers: AnswerOptions | None,
+    open_page: bool = False,
 ) -> None:
     """Serve the API, and the web page if there are initial values of its controls."""
     check_single_process("serve")
@@ -153,6 +156,13 @@ def run_api(
     if answers is not None:
         examples = EXAMPLES if names[0] == BUNDLED_NAME else ()
         add_page(app, page_settings(backend.about, answers, examples))
+
+    def show() -> None:
+        url = local_url(server)
+        _print_addresses(url, backend, access.page)
+        if open_page and has_screen():
+            webbrowser.open(url)
+
     try:
         run_server(
             Guard(app, access, limits.max_body, api_error),
@@ -160,7 +170,7 @@ def run_api(
             server.port,
             queue=backend.queue,
             shutdown_timeout=server.shutdown_timeout,
-            on_started=lambda: _print_addresses(local_url(server), backend, access.page),
+            on_started=show,
         )
     finally:
         backend.close()
@@ -207,6 +217,12 @@ def worker(
         access=access,
         shutdown_timeout=server.shutdown_timeout,
     )
+
+
+def has_screen() -> bool:
+    """Return whether a browser would open a window; some run in the terminal."""
+    displays = ("DISPLAY", "WAYLAND_DISPLAY")
+    return sys.platform in ("darwin", "win32") or any(map(os.environ.get, displays))
 
 
 def model_name(target: str | None) -> str:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import webbrowser
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,19 @@ def test_addresses_and_names(started: list[Any], run: Run, monkeypatch: pytest.M
         assert r'"model": "my \"model\""' in printed
         guard = started.pop()[0]
         assert guard.access == Access(("chat.example", host), ("one", "two"))
+
+
+def test_the_page_is_opened(started: list[Any], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with a screen: browsers for terminals would take over the server's."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    for display, words in (("", ("demo",)), (":0", ("demo", "--no-browser")), (":0", ("demo",))):
+        monkeypatch.setenv("DISPLAY", display)
+        assert not opened
+        assert run(*words)[0] == 0
+    assert opened == ["http://127.0.0.1:7860"]
+    assert len(started) == 3
 
 
 def test_other_machines_need_a_key(started: list[Any], run: Run) -> None:
