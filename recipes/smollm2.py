@@ -4,7 +4,8 @@
 chats that share a question with a benchmark are left out. ``eagle2`` and ``eagle3`` train the heads
 on them, ``tune`` and ``calibrate`` select their settings on chats that are not trained on, which
 IFEval's prompts certify, ``card`` measures them on questions of Spec-Bench and writes the model
-cards, and ``curve`` measures heads trained on fewer tokens.
+cards, ``curve`` measures heads trained on fewer tokens, and ``speed`` compares decoding with
+Hugging Face's ``generate``, one factor at a time, with the EAGLE-3 head.
 
 Every stage resumes: from its files in ``--work``, and without these from what is committed. The
 chats are compressed parts in ``smollm2_chats``, with their hashes in ``parts.json``; ``--parts``
@@ -20,8 +21,10 @@ import hashlib
 import json
 import logging
 import lzma
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -31,6 +34,8 @@ import torch
 
 from eagle_fsd.bundled import BUNDLED, SMOLLM2_HEADS
 from eagle_fsd.cli.train import WritingProgress
+from eagle_fsd.model.gguf import locate_model
+from eagle_fsd.model.loading import load_tokenizer
 from eagle_fsd.train.chat_file import Chat
 from eagle_fsd.train.config import (
     RegenerateConfig,
@@ -52,7 +57,7 @@ from recipes.overlap import Overlaps, questions
 from recipes.publish import describe_measurement, describe_tree, train_and_save, write_card
 
 TARGET = "smollm2"
-STAGES = ("chats", "eagle2", "eagle3", "tune", "calibrate", "card", "curve")
+STAGES = ("chats", "eagle2", "eagle3", "tune", "calibrate", "card", "curve", "speed")
 SHARED = Path("../shared/data")
 #: Questions whose answers are written for training.
 GSM8K = "gsm8k_train.jsonl"
@@ -86,6 +91,22 @@ CONFIGS = {
         unroll=3,
         epochs=4,
     ),
+}
+
+#: What ``speed`` varies, starting from one prompt at a time, float32, eager, one thread: options of
+#: ``tune`` and ``evaluate``, threads, and tokens of a text before every question. Prompts at once
+#: and contexts keep the trees of the first row.
+FACTORS: dict[str, tuple[tuple[str, ...], int, int]] = {
+    "base": ((), 1, 0),
+    "bfloat16": (("--dtype", "bfloat16"), 1, 0),
+    "compiled": (("--compile",), 1, 0),
+    "2 threads": ((), 2, 0),
+    "bfloat16, 2 threads": (("--dtype", "bfloat16"), 2, 0),
+    "4 prompts": (("--batch", "4"), 1, 0),
+    "16 prompts": (("--batch", "16"), 1, 0),
+    "context 256": ((), 1, 256),
+    "context 2000": ((), 1, 2000),
+    "context 7500": ((), 1, 7500),
 }
 
 log = logging.getLogger(__name__)
@@ -155,8 +176,10 @@ class Recipe:
         elif stage == "card":
             for name in CONFIGS:
                 self.write_card(name)
-        else:
+        elif stage == "curve":
             self.measure_curve()
+        else:
+            self.measure_speed()
 
     # -- chats -------------------------------------------------------------------------------------
 
@@ -255,18 +278,11 @@ class Recipe:
 
     def select_settings(self, command: str, name: str) -> None:
         """Run ``eagle-fsd tune`` or ``calibrate`` on the questions that are not trained on."""
-        lines = []
-        for number, chat in enumerate(self._split_chats()[0]):
-            turns = [message["content"] for message in chat if message["role"] == "user"][:1]
-            line = {"question_id": number, "category": "synthesized", "turns": turns}
-            lines.append(json.dumps(line) + "\n")
-        tuning = self.work / "tuning.jsonl"
-        atomic_write(tuning, "".join(lines))
+        tuning = self._tuning_questions()
         file, tokens = SHARED / BENCHMARKS[2], min(256, self.scale.max_new_tokens)
         options: dict[str, object] = {
             "--target": TARGET,
-            # By its name, which the settings repeat.
-            "--drafter": f"smollm2-{name}" if self.out == BUNDLED else self.head(name),
+            "--drafter": self._drafter(name),
             "--out": self.work / f"{command}-{name}",
         }
         count: int | None
@@ -279,9 +295,21 @@ class Recipe:
             options |= {"--max-drop": MAX_DROP, "--max-new-tokens": tokens}
         if count is not None:
             options["--count"] = count
-        words = [sys.executable, "-m", "eagle_fsd.cli", command, str(questions), "--install"]
-        words += [str(word) for option in options.items() for word in option]
-        subprocess.run(words, check=True)
+        run_command(command, questions, options, "--install")
+
+    def _tuning_questions(self) -> Path:
+        lines = []
+        for number, chat in enumerate(self._split_chats()[0]):
+            turns = [message["content"] for message in chat if message["role"] == "user"][:1]
+            line = {"question_id": number, "category": "synthesized", "turns": turns}
+            lines.append(json.dumps(line) + "\n")
+        tuning = self.work / "tuning.jsonl"
+        atomic_write(tuning, "".join(lines))
+        return tuning
+
+    def _drafter(self, name: str) -> str:
+        """Return a head's name, which the settings repeat, or its folder."""
+        return f"smollm2-{name}" if self.out == BUNDLED else str(self.head(name))
 
     # -- measurements ------------------------------------------------------------------------------
 
@@ -319,6 +347,33 @@ class Recipe:
                 )
                 atomic_write(file, json.dumps(rows, indent=2) + "\n")
 
+    def measure_speed(self) -> None:
+        """Measure every factor with the EAGLE-3 head; the table is ``smollm2_speed.md``."""
+        lines = ["| factor | method | tree | tokens/s | x best of Hugging Face | tau |"]
+        lines.append("|---|---|---|---|---|---|")
+        common: dict[str, object] = {"--target": TARGET, "--drafter": self._drafter("eagle3")}
+        common["--max-new-tokens"] = min(128, self.scale.max_new_tokens)
+        for factor, (words, threads, context) in FACTORS.items():
+            folder = self.work / "speed" / factor.replace(" ", "-")
+            settings = self.head("eagle3") / "fsd.json"
+            if not context and "--batch" not in words:
+                options = {**common, "--count": self.scale.tuning, "--out": folder / "tune"}
+                run_command("tune", self._tuning_questions(), options, *words, threads=threads)
+                settings = folder / "tune" / "fsd.json"
+            options = {**common, "--count": self.scale.questions, "--out": folder / "evaluate"}
+            options |= {"--baseline": "hf", "--assistant": "ngram", "--settings": settings}
+            if context:
+                options["--system"] = long_text(context)
+            run_command("evaluate", SHARED / BENCHMARKS[1], options, *words, threads=threads)
+            rows = json.loads((folder / "evaluate" / "report.json").read_text())["rows"]
+            best = max(row["tokens_per_second"] for row in rows if row["method"].startswith("hf"))
+            for row in rows:
+                tree = describe_tree(row) if row["method"] in ("exact", "fsd") else ""
+                speed, tau = row["tokens_per_second"], row["tau"]
+                numbers = f"{speed:.1f} | {speed / best:.2f} | {f'{tau:.2f}' if tau else ''}"
+                lines.append(f"| {factor} | {row['method']} | {tree} | {numbers} |")
+            atomic_write(self.data / "smollm2_speed.md", "\n".join(lines) + "\n")
+
     def _measure(self, head: Path, *methods: str) -> dict[str, dict[str, Any]]:
         file, limit = SHARED / BENCHMARKS[1], min(256, self.scale.max_new_tokens)
         return measure(
@@ -329,6 +384,25 @@ class Recipe:
             questions=file if file.exists() else "spec-bench",
             max_new_tokens=limit,
         )
+
+
+def run_command(
+    command: str, questions: Path, options: Mapping[str, object], *flags: str, threads: int = 1
+) -> None:
+    """Run a command of ``eagle-fsd`` on a set of questions."""
+    words = [sys.executable, "-m", "eagle_fsd.cli", command, str(questions), *flags]
+    words += [str(word) for option in options.items() for word in option]
+    subprocess.run(words, check=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+
+
+def long_text(tokens: int) -> str:
+    """Return about so many tokens of the documents in Spec-Bench's questions."""
+    tokenizer = load_tokenizer(locate_model(TARGET))
+    file = SHARED / BENCHMARKS[1]
+    turns = (json.loads(line)["turns"][0] for line in file.read_text().splitlines())
+    documents = "\n\n".join(turn for turn in turns if len(turn) > 2000)
+    ids = tokenizer(documents[: 10 * tokens], add_special_tokens=False).input_ids
+    return str(tokenizer.decode(ids[:tokens]))
 
 
 def part_name(part: int) -> str:

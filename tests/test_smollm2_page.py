@@ -1,7 +1,7 @@
 """Commands of docs/smollm2.md run one after the other, each in a shortened form.
 
-The commands that measure and search take minutes with this target; other tests run them with the
-bundled pair.
+The commands that search, ``tune`` and ``calibrate``, take minutes with this target; other tests run
+them with the bundled pair.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ SHORT = {
     "generate": ("--max-new-tokens", "8"),
     "train synthesize": ("--count", "2", "--batch-size", "8", "--max-new-tokens", "160"),
     "train": ("--max-steps", "2"),
+    "doctor": ("--count", "1", "--max-new-tokens", "4"),
+    "evaluate spec-bench": ("--count", "1", "--max-new-tokens", "4"),
     "evaluate ifeval": ("--count", "2", "--max-new-tokens", "8"),
 }
 
