@@ -9,8 +9,8 @@ accuracy at the same threshold.
 A fifth of the questions of every category, or those of another set, :func:`select` the settings to
 test (``selection.py``). They are answered in :data:`ROUNDS`. After each round, the settings with
 the largest expected gain remain: the gain in speed times the probability that the setting will be
-certified, given its answers so far. The speeds of the last ones are measured, and one or two of
-them are chosen.
+certified, given its answers so far. The speeds of the last ones are measured, and up to
+:data:`~eagle_fsd.evaluation.certificate.MAX_TESTS` of them are chosen.
 
 The other questions, which had no part in that choice, :func:`certify` a setting
 (``certificate.py``): an exact upper bound on its loss
@@ -93,7 +93,7 @@ log = logging.getLogger(__name__)
 #: Default number of bundled questions.
 DEFAULT_COUNT = 2000
 #: Questions of each round of the selection (None: all of them), and the settings that remain.
-ROUNDS: tuple[tuple[int | None, int], ...] = ((16, 6), (64, 3), (None, 3))
+ROUNDS: tuple[tuple[int | None, int], ...] = ((16, 6), (64, 4), (None, 4))
 #: Groups of prompts on which speeds are measured.
 RACE_GROUPS = 24
 #: Files with the ids of the questions of both stages, the names of the settings to choose from, and

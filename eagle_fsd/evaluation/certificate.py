@@ -21,7 +21,7 @@ from eagle_fsd.model.config import Certificate
 #: Part of the questions on which settings are selected; the others certify them.
 SELECTION_SHARE = 0.2
 #: Largest number of settings to test.
-MAX_TESTS = 2
+MAX_TESTS = 3
 #: Error for questions without reference answers.
 NO_SCORE = (
     "these questions have no score, so that a loss cannot be bounded: add reference answers, pass"
@@ -132,11 +132,11 @@ def warn_of_few(bounds: LossBounds, fresh: Sequence[Question]) -> str | None:
         return None
     advice = "use"
     if bounds.max_drop:
-        one, two = (
+        one, several = (
             least_questions(bounds.max_drop / 100, confidence_per_test(bounds.confidence, tests))
             for tests in (1, MAX_TESTS)
         )
-        advice = f"{one} can, {two} if two settings are tested; use a larger --count, or"
+        advice = f"{one} can, {several} if {MAX_TESTS} settings are tested; use a larger --count, or"
     return (
         f"{len(fresh)} fresh questions cannot show a loss below {points_text(least)} points"
         f" even if nothing is lost; {advice} a --max-drop above {bounds.max_drop:g}"

@@ -274,7 +274,7 @@ def test_what_cannot_be_calibrated_is_rejected_early(run: Run) -> None:
         (
             0.5,
             "100 fresh questions cannot show a loss below 2.97 points even if nothing is lost; 600"
-            " can, 745 if two settings are tested; use a larger --count, or a --max-drop above 0.5",
+            " can, 869 if 3 settings are tested; use a larger --count, or a --max-drop above 0.5",
         ),
         (0.0, "; use a --max-drop above 0"),
     ):
