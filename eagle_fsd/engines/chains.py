@@ -27,7 +27,7 @@ from eagle_fsd.model.verify import (
     VerificationInputs,
     accepted_edges,
 )
-from eagle_fsd.model.vocabulary import Distributions
+from eagle_fsd.model.vocabulary import Distributions, arg_max
 
 #: A sample that no token equals.
 UNKNOWN = -1
@@ -114,7 +114,7 @@ def acceptance(
         sampled request; and ``[B, N]`` the least probability with which the engine must accept each
         drafted token, 0 to leave the decision to the engine.
     """
-    best = processed.logits.argmax(-1)
+    best = arg_max(processed.logits)
     sampled = torch.where(greedy[:, None], best, UNKNOWN)
     inputs = VerificationInputs(tree, raw, processed, warped, None, sampled, state=state)
     least = accepted_edges(inputs, rule)[2].float()
@@ -128,14 +128,20 @@ def acceptance(
     return inputs, least
 
 
-def raise_probability(logits: Tensor, tokens: Tensor, least: Tensor, certain: bool = False) -> None:
+def raise_probability(
+    logits: Tensor, tokens: Tensor, least: Tensor, certain: bool = False, greedy: bool = False
+) -> None:
     """Give tokens ``[T]`` at least the probabilities ``[T]`` in the softmax of ``[T, V]`` logits.
 
     The others keep their ratios. A probability of 1 leaves no other token; logits where it is 0
-    are unchanged. ``certain`` says that there are no probabilities between.
+    are unchanged. ``certain`` says that there are no probabilities between, and ``greedy`` that
+    only the most likely token of a row matters.
     """
     index, least = tokens.long().clamp_min(0)[:, None], least[:, None]
     own = logits.gather(1, index)
+    if certain and greedy:
+        logits.scatter_(1, index, torch.where(least > 0.0, torch.inf, own))
+        return
     raised = torch.zeros_like(own)
     if not certain:
         rest = logits.scatter(1, index, -torch.inf).logsumexp(1, keepdim=True)
@@ -180,12 +186,13 @@ class ChainVerifier(EngineRule):
         warped: Distributions,
         greedy: Tensor,
         state: Tensor | None,
+        all_greedy: bool = False,
     ) -> None:
         """Raise the probabilities of the tokens that the rule accepts, in place.
 
         ``logits`` ``[T, V]`` are those that the engine verifies; for the other arguments see
         :func:`acceptance`. Without a state, as in an engine's warm-up, it is that of new requests,
-        and is not kept.
+        and is not kept. If all requests are greedy, the other logits of a row are left as they are.
         """
         kept = state is not None
         if state is None and self.rule.state_size:
@@ -193,7 +200,8 @@ class ChainVerifier(EngineRule):
         inputs, least = acceptance(self.rule, tree, raw, processed, warped, greedy, state)
         flat = least[layout.rows, layout.places]
         certain = not isinstance(innermost(self.rule), BudgetRule)
-        raise_probability(logits, tree.tokens[layout.rows, layout.places], flat, certain=certain)
+        tokens = tree.tokens[layout.rows, layout.places]
+        raise_probability(logits, tokens, flat, certain=certain, greedy=all_greedy)
         self._step = inputs, least > 0.0, kept
 
     def finish(self, tokens: Tensor) -> None:

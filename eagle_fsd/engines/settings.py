@@ -124,7 +124,7 @@ def _has_parameters(path: str, expected: list[str]) -> bool:
     except (ImportError, AttributeError):
         return False
     names = list(inspect.signature(inspect.unwrap(found)).parameters)
-    return names[-len(expected) :] == expected
+    return names[len(names) - len(expected) :] == expected
 
 
 def check_weights(settings: Settings, folders: Mapping[str, str], log: logging.Logger) -> None:

@@ -136,7 +136,9 @@ def warn_of_few(bounds: LossBounds, fresh: Sequence[Question]) -> str | None:
             least_questions(bounds.max_drop / 100, confidence_per_test(bounds.confidence, tests))
             for tests in (1, MAX_TESTS)
         )
-        advice = f"{one} can, {several} if {MAX_TESTS} settings are tested; use a larger --count, or"
+        advice = (
+            f"{one} can, {several} if {MAX_TESTS} settings are tested; use a larger --count, or"
+        )
     return (
         f"{len(fresh)} fresh questions cannot show a loss below {points_text(least)} points"
         f" even if nothing is lost; {advice} a --max-drop above {bounds.max_drop:g}"

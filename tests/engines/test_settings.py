@@ -78,7 +78,7 @@ def test_weights_other_than_the_calibrated_ones_are_rejected(
 
 def test_changed_signatures_are_found() -> None:
     module = "eagle_fsd.engines.settings"
-    assert changed_signatures({f"{module}:describe": "settings engine"}) == []
+    assert changed_signatures({f"{module}:find_settings": "config", f"{module}:rule_of": ""}) == []
     changed = {
         f"{module}:describe": "settings certificate",
         f"{module}:missing": "settings",

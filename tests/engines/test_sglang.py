@@ -380,6 +380,14 @@ def test_what_would_not_apply_is_refused(
     ):
         with pytest.raises(SystemExit, match=words):
             registered(engine, values, monkeypatch)
+    with monkeypatch.context() as patch:
+        for name in [name for name in sys.modules if name.startswith("eagle_fsd.engines.sglang.h")]:
+            patch.delitem(sys.modules, name)
+        patch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", None)  # another version
+        with pytest.raises(SystemExit, match="does not support this version of SGLang"):
+            registered(engine, {"rule": "regret"}, patch)
+        patch.setenv("EAGLE_FSD_SETTINGS", "")
+        plugin.register()
     target = {"name": "other", "dtype": "float32"}
     target["fingerprint"] = str(fingerprint_of_files(BUNDLED_TARGET, torch.float32))
     _, check = registered(engine, {"rule": "regret", "target": target}, monkeypatch)

@@ -2,7 +2,9 @@
 
 vLLM loads plugins before it reads its configuration, so its classes are extended in place: a
 configuration with settings is checked when it is made, in the first process; a worker extends its
-model runner, whose rejection sampler takes the rule when it is made.
+model runner, whose rejection sampler takes the rule when it is made. What another version of vLLM
+may lack is imported only where it is used: there, settings are refused, and without settings
+nothing changes.
 """
 
 from __future__ import annotations
@@ -14,9 +16,6 @@ from typing import Any
 
 from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
-from vllm.config.vllm import get_current_vllm_config_or_none
-from vllm.v1.sample.rejection_sampler import RejectionSampler
-from vllm.v1.worker.worker_base import WorkerBase
 
 from eagle_fsd.engines.settings import (
     changed_signatures,
@@ -26,7 +25,6 @@ from eagle_fsd.engines.settings import (
     reads_draft,
     rule_of,
 )
-from eagle_fsd.engines.vllm.sampler import RelaxedSampler
 from eagle_fsd.model.acceptance import rule_for
 from eagle_fsd.model.verify import AcceptanceRule
 from eagle_fsd.utils.options import OptionsError
@@ -46,6 +44,9 @@ SIGNATURES = {
     ),
     "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p": "logits k p",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample": "logits spec_decode_metadata",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids": "",
+    "vllm.v1.worker.worker_base:WorkerBase.__init__": "",
+    "vllm.config.vllm:get_current_vllm_config_or_none": "",
     "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._sample_draft_tokens": (
         "hidden_states sampling_metadata"
     ),
@@ -74,6 +75,11 @@ def install() -> None:
         return
     VllmConfig._eagle_fsd = True
     _after(VllmConfig, "__post_init__", _check)
+    try:
+        from vllm.v1.sample.rejection_sampler import RejectionSampler
+        from vllm.v1.worker.worker_base import WorkerBase
+    except ImportError:
+        return  # another version, of which a configuration with settings is refused
     _after(RejectionSampler, "__init__", relax)
     _after(WorkerBase, "__init__", extend_worker)
 
@@ -165,17 +171,19 @@ def _check_version(v2: bool) -> None:
         )
 
 
-def relax(sampler: RejectionSampler) -> None:
+def relax(sampler: Any) -> None:
     """Give the first model runner's rejection sampler the rule of its configuration, if any."""
+    from vllm.config.vllm import get_current_vllm_config_or_none
+
     config = get_current_vllm_config_or_none()
-    if config is None:
-        raise OptionsError("eagle_fsd: vLLM makes a rejection sampler without a configuration")
-    rule = rule_of(config.additional_config)
+    rule = rule_of(None if config is None else config.additional_config)
     if rule is not None:
+        from eagle_fsd.engines.vllm.sampler import RelaxedSampler
+
         RelaxedSampler.take(sampler, rule)
 
 
-def extend_worker(worker: WorkerBase) -> None:
+def extend_worker(worker: Any) -> None:
     """Extend the model runner that a worker is about to make, if its configuration has a rule."""
     config = worker.vllm_config
     if rule_of(config.additional_config) is None:

@@ -26,9 +26,8 @@ def extend_runner() -> None:
     draft = SpecDecodeBaseProposer._sample_draft_tokens
 
     def _sample(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
-        sampler = getattr(self, "rejection_sampler", None)
-        if spec_decode_metadata is not None and isinstance(sampler, RelaxedSampler):
-            _prepare(self, sampler, spec_decode_metadata)
+        if spec_decode_metadata is not None:
+            prepare(self, spec_decode_metadata)
         return sample(self, logits, spec_decode_metadata)
 
     def propose_draft_token_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +45,7 @@ def extend_runner() -> None:
 
         def computed(states: Tensor) -> Tensor:
             logits = compute(states)
-            self._eagle_fsd_logits.append(logits.float().clone())
+            keep_logits(self, logits)
             return logits
 
         self.model.compute_logits = computed
@@ -60,8 +59,16 @@ def extend_runner() -> None:
     SpecDecodeBaseProposer._sample_draft_tokens = _sample_draft_tokens
 
 
-def _prepare(runner: Any, sampler: RelaxedSampler, metadata: Any) -> None:
+def keep_logits(drafter: Any, logits: Tensor) -> None:
+    """Keep the draft's raw logits ``[requests, V]`` of a level for the next step."""
+    drafter._eagle_fsd_logits.append(logits.float().clone())
+
+
+def prepare(runner: Any, metadata: Any) -> None:
     """Give the sampler the states of a step's requests, and the logits of their drafted tokens."""
+    sampler = runner.rejection_sampler
+    if not isinstance(sampler, RelaxedSampler):
+        raise RuntimeError("eagle_fsd: the rejection sampler was made without the rule")
     verifier, state, draft_logits = sampler.verifier, None, None
     if verifier.rule.state_size:
         verifier.states.keep_only(runner.requests)

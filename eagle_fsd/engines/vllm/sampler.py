@@ -10,6 +10,7 @@ Shape letters: ``B`` requests, ``T`` drafted tokens of all requests, ``V`` vocab
 from __future__ import annotations
 
 import logging
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ class RelaxedSampler(RejectionSampler):
     """
 
     verifier: ChainVerifier
+    #: Raw logits ``[T + B, V]`` of a step.
+    raw: Tensor | None
     #: See :meth:`prepare`.
     state: Tensor | None
     draft_logits: Tensor | None
@@ -42,7 +45,7 @@ class RelaxedSampler(RejectionSampler):
         """Give a rejection sampler a rule."""
         sampler.__class__ = cls
         sampler.verifier = ChainVerifier(rule, log)
-        sampler.state = sampler.draft_logits = None
+        sampler.raw = sampler.state = sampler.draft_logits = None
 
     def prepare(self, state: Tensor | None, draft_logits: Tensor | None) -> None:
         """Set the rule's state ``[B, W]`` and the draft's raw logits ``[T, V]`` of a step."""
@@ -55,29 +58,54 @@ class RelaxedSampler(RejectionSampler):
         logits: Tensor,
         sampling_metadata: SamplingMetadata,
     ) -> Any:
+        self.raw = logits
         output = super().forward(metadata, draft_probs, logits, sampling_metadata)
         self.verifier.finish(output.sampled_token_ids)
-        self.state = self.draft_logits = None
+        self.raw = self.state = self.draft_logits = None
         return output
 
     def apply_logits_processors(
         self, logits: Tensor, sampling_metadata: SamplingMetadata, metadata: SpecDecodeMetadata
     ) -> Tensor:
         """Process the target's raw logits ``[T, V]``, then make accepted tokens certain."""
-        total = len(metadata.draft_token_ids)
-        if not total:
-            return super().apply_logits_processors(logits, sampling_metadata, metadata)
-        layout = Layout.of(metadata.cu_num_draft_tokens, total, metadata.max_spec_len)
-        raw = Distributions.of(logits[layout.index])
-        logits = super().apply_logits_processors(logits, sampling_metadata, metadata)
+        process = super().apply_logits_processors
+        if not len(metadata.draft_token_ids):
+            return process(logits, sampling_metadata, metadata)
+        layout = chain_layout(tuple(metadata.num_draft_tokens), logits.device)
+        raw = self._raw_laws(logits, layout)
+        logits = process(logits, sampling_metadata, metadata)
         processed = raw if _untouched(sampling_metadata) else Distributions.of(logits[layout.index])
-        warped, greedy = processed, torch.ones_like(layout.counts, dtype=torch.bool)
+        warped, greedy = processed, layout.counts >= 0
         if not sampling_metadata.all_greedy:
             greedy = sampling_metadata.temperature == 0.0
             warped = Distributions.of(_warped(logits, layout.rows, sampling_metadata)[layout.index])
         tree = layout.tree(metadata.draft_token_ids, self.draft_logits)
-        self.verifier.relax(logits, layout, tree, raw, processed, warped, greedy, self.state)
+        self.verifier.relax(
+            logits,
+            layout,
+            tree,
+            raw,
+            processed,
+            warped,
+            greedy,
+            self.state,
+            all_greedy=sampling_metadata.all_greedy,
+        )
         return logits
+
+    def _raw_laws(self, logits: Tensor, layout: Layout) -> Distributions:
+        """Return the raw distributions ``[B, N, V]`` of the chains with the logits ``[T, V]``."""
+        requests, nodes = layout.index.shape
+        if self.raw is not None and len(self.raw) == requests * nodes:  # chains of equal lengths
+            return Distributions.of(self.raw.float().view(requests, nodes, -1))
+        return Distributions.of(logits[layout.index])
+
+
+@lru_cache(maxsize=1024)
+def chain_layout(counts: tuple[int, ...], device: torch.device) -> Layout:
+    """Lay out chains with numbers of drafted tokens; most steps have those of an earlier one."""
+    ends = torch.tensor(counts).cumsum(0).to(device)
+    return Layout.of(ends, sum(counts), max(counts))
 
 
 def _warped(logits: Tensor, rows: Tensor, metadata: SamplingMetadata) -> Tensor:

@@ -6,6 +6,7 @@ Run by ``make engines`` with an interpreter that has vLLM.
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from eagle_fsd import AcceptanceConfig
+from eagle_fsd import AcceptanceConfig, OptionsError
 from eagle_fsd.engines.chains import Layout, acceptance
+from eagle_fsd.engines.vllm import patches, register
 from eagle_fsd.engines.vllm.sampler import RelaxedSampler
 from eagle_fsd.model.acceptance import rule_for
 from eagle_fsd.model.verify import verify
@@ -102,7 +104,7 @@ def test_greedy_batches_accept_the_library_s_tokens(rule: str) -> None:
     """The prefix that the rule accepts, then the target's most likely token; ragged batches."""
     config, fuzzy = AcceptanceConfig(rule=rule), 0
     for seed in range(40):
-        metadata, logits = batch([3, 0, 5, 1], seed)
+        metadata, logits = batch([3, 0, 5, 1] if seed % 2 else [3, 3, 3, 3], seed)
         sampler = relaxed(config)
         found = sampler(metadata, None, logits.clone(), sampling([0.0] * 4)).sampled_token_ids
         plain = RejectionSampler(Sampler())(metadata, None, logits.clone(), sampling([0.0] * 4))
@@ -120,6 +122,48 @@ def test_greedy_batches_accept_the_library_s_tokens(rule: str) -> None:
         fuzzy += int((count > (plain.sampled_token_ids >= 0).sum(1)).sum())
         assert (count >= (plain.sampled_token_ids >= 0).sum(1)).all()
     assert fuzzy > 10
+
+
+def test_divergences_are_those_of_the_draft_s_raw_logits() -> None:
+    """A threshold accepts what it accepts in the library, in batches of equal and other lengths."""
+    config, fuzzy = AcceptanceConfig(threshold=0.2, min_ratio=0.1), 0
+    for seed in range(40):
+        metadata, logits = batch([3, 0, 5, 1] if seed % 2 else [3, 3, 3, 3], seed)
+        targets = logits[metadata.target_logits_indices.long()]
+        random = torch.Generator().manual_seed(seed)
+        draft = targets + torch.randn(targets.shape, generator=random)
+        sampler = relaxed(config)
+        sampler.prepare(None, draft)
+        found = sampler(metadata, None, logits.clone(), sampling([0.0] * 4)).sampled_token_ids
+        plain = RejectionSampler(Sampler())(metadata, None, logits.clone(), sampling([0.0] * 4))
+        start = 0
+        for row, length in enumerate(metadata.num_draft_tokens):
+            law, own = (item[start : start + length].softmax(-1) for item in (targets, draft))
+            mean = (law + own) / 2
+            divergence = ((law * (law / mean).log() + own * (own / mean).log()) / 2).sum(-1)
+            tokens = metadata.draft_token_ids[start : start + length].long()
+            chosen = law.gather(1, tokens[:, None])[:, 0]
+            kept = (divergence < 0.2) & (chosen >= 0.1 * law.amax(-1)) | (tokens == law.argmax(-1))
+            count = int(kept.cumprod(0).sum()) + 1
+            assert int((found[row] >= 0).sum()) == count
+            fuzzy += count - int((plain.sampled_token_ids[row] >= 0).sum())
+            start += length
+    assert fuzzy > 10
+
+
+def test_other_versions_are_refused_with_settings_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where modules are missing, too: the plugin is loaded in every process of any vLLM."""
+    monkeypatch.setattr(patches, "vllm_version", "0.33.0")
+    with pytest.raises(OptionsError, match=r"supports vLLM 0\.32\.x; got 0\.33\.0$"):
+        patches._check_version(v2=False)
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.worker_base", None)
+    config = patches.VllmConfig
+    monkeypatch.setattr(config, "__post_init__", config.__post_init__)  # restored afterwards
+    monkeypatch.setattr(config, "_eagle_fsd", False, raising=False)
+    register()
+    with pytest.raises(OptionsError, match=r"in which vllm\.v1\.worker\.worker_base:WorkerBase"):
+        patches._check_version(v2=False)
+    assert type(RejectionSampler(Sampler())) is RejectionSampler
 
 
 def test_a_step_that_is_not_prepared_is_verified() -> None:
