@@ -124,6 +124,7 @@ def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (tmp_path / name).touch()
     for name in ("path/to/target", "path/to/head", "my-head", "features"):
         (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "path/to/fsd.json").touch()
     for page in PAGES:
         for arguments in command_lines(page):  # unknown options and invalid values raise
             app.parse_args(arguments, exit_on_error=False, print_error=False)

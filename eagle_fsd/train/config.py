@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, Field, ValidationInfo, model_validator
+from pydantic import Field, model_validator
 
 from eagle_fsd.model.config import (
     DrafterName,
@@ -15,7 +15,7 @@ from eagle_fsd.model.config import (
     find_bundled,
     find_divergence,
 )
-from eagle_fsd.utils.options import Options
+from eagle_fsd.utils.options import ExistingPath, Options
 from eagle_fsd.utils.text import one_line
 
 HeadType = Literal["eagle", "eagle3"]
@@ -42,14 +42,6 @@ DRAFT_VOCAB_SIZE = 32_000
 #: Divergences that can be part of the loss: they are smooth where the distributions nearly agree.
 DivergenceLoss = Literal["js", "tv", "kl", "kl_reversed"]
 
-
-def _check_exists(path: Path, info: ValidationInfo) -> Path:
-    if not path.exists():
-        raise ValueError(f"{info.field_name} must be an existing path; got {path}")
-    return path
-
-
-ExistingPath = Annotated[Path, AfterValidator(_check_exists)]
 
 CHATS_DESCRIPTION = "Chats in ShareGPT's or OpenAI's layout, JSON or JSON Lines."
 MaxLength = Annotated[

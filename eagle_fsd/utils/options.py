@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo
 from pydantic.fields import FieldInfo
 
 from eagle_fsd.utils.text import one_line
@@ -22,6 +23,22 @@ Self = TypeVar("Self", bound="Options")
 
 class OptionsError(ValueError):
     """An option is unknown, of the wrong type, or out of its bounds; the message is one line."""
+
+
+def _check_exists(path: Path, info: ValidationInfo) -> Path:
+    if not path.exists():
+        raise ValueError(f"{info.field_name} must be an existing path; got {path}")
+    return path
+
+
+def _check_file(path: Path, info: ValidationInfo) -> Path:
+    if not path.exists() or path.is_dir():  # a pipe is a file, too
+        raise ValueError(f"{info.field_name} must be an existing file; got {path}")
+    return path
+
+
+ExistingPath = Annotated[Path, AfterValidator(_check_exists)]
+ExistingFile = Annotated[Path, AfterValidator(_check_file)]
 
 
 class Options(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from certificates import CERTIFICATE
+from packaging.requirements import Requirement
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
+from eagle_fsd import __version__
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
 
 Run = Callable[..., tuple[int, str, str]]
@@ -62,16 +65,31 @@ def test_the_card_names_target_settings_and_certificate(run: Run, tmp_path: Path
     assert status == 0, errors
     card = (out / "README.md").read_text()
     assert "tags:\n- custom_generate\n" in card
-    assert 'from_pretrained("some/target")' in card
+    assert 'target = "some/target"\nmodel = ' in card
     assert "Settings: rule regret. accuracy on gsm8k: at most 0.96 points lost" in card
     assert json.loads((out / "fsd.json").read_text()) == settings
     assert (out / "model.safetensors").read_bytes() == (head / "model.safetensors").read_bytes()
-    assert (out / "custom_generate" / "requirements.txt").read_text().startswith("eagle-fsd")
+    requirement = Requirement((out / "custom_generate" / "requirements.txt").read_text().strip())
+    assert requirement.specifier.contains(__version__, prereleases=True)
+    assert not requirement.specifier.contains("0.2.0")
 
     (head / "fsd.json").unlink()
-    assert run("export", "custom-generate", tmp_path / "plain", "--drafter", head)[0] == 0
-    assert "Settings: lossless decoding." in (tmp_path / "plain" / "README.md").read_text()
-    assert not (tmp_path / "plain" / "fsd.json").exists()
+    for number, (drafter, code) in enumerate(
+        (
+            (head, 'target = "path/to/the/target"'),
+            ("bundled-eagle3", "from eagle_fsd.bundled import BUNDLED_TARGET\n"),
+            ("bundled", "from eagle_fsd.bundled import BUNDLED_TARGET\n"),
+        )
+    ):
+        plain = tmp_path / str(number)
+        assert run("export", "custom-generate", plain, "--drafter", drafter)[0] == 0
+        card = (plain / "README.md").read_text()
+        assert code in card
+        (example,) = re.findall(r"```python\n(.*?)model = ", card, re.DOTALL)
+        exec(example, {})
+        has_file = (plain / "fsd.json").exists()
+        assert has_file == (drafter == "bundled") == ("`fsd.json`" in card)
+        assert ("Settings: lossless decoding. Arguments" in card) == (not has_file)
     for drafter, place, reason in (
         ("ngram", "new", "ngram is not the folder of an EAGLE head or a draft model"),
         (BUNDLED_HEAD, "out", "exists; choose another folder"),

@@ -133,6 +133,8 @@ def test_a_server_that_dies_loses_nothing(run: Run, tmp_path: Path) -> None:
 def test_invalid_comparisons_are_rejected(run: Run, tmp_path: Path) -> None:
     server = DyingServer(1000)
     url, other = f"a={server.url}", f"b={server.url}"
+    settings = tmp_path / "fsd.json"
+    settings.write_text("{}")
     for options, message in (
         (("--server", url), "give at least two"),
         (("--server", url, "--server", url), "two servers have the name 'a'"),
@@ -140,7 +142,7 @@ def test_invalid_comparisons_are_rejected(run: Run, tmp_path: Path) -> None:
         (("--server", url, "--server", f"hf={server.url}"), "a server cannot be named hf"),
         (("--server", url, "--server", other, "--threshold", "0.1"), "where they start"),
         (("--server", url, "--server", other, "--target", "x"), "target does not affect"),
-        (("--certify", tmp_path / "fsd.json"), "--certify requires two servers"),
+        (("--certify", settings), "--certify requires two servers"),
         (("--max-drop", "2"), "--max-drop requires --server"),
         (("--judge-mode", "pair"), "--judge-mode pair requires --judge-base-url"),
         (("--server", url, "--server", other, "--server-model", "x"), "lists stub; got"),
