@@ -20,8 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from measurement import EXACT, PLAIN, Table, new_parser, parse, progress, save_report, word_problems
 
+from eagle_fsd import EagleFSD
 from eagle_fsd.bundled import BUNDLED_EAGLE3, BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.model.gguf import locate_model
 from eagle_fsd.model.loading import load_tokenizer
@@ -61,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     count, concurrency = (2, [1, 2]) if options.quick else (options.count, [1, 16])
     target = locate_model(options.target)
     prompts = [task.ids for task in word_problems(load_tokenizer(target), count)]
+    length = 20 if options.quick else options.max_tokens
+    library = own_answers(target, prompts, length)
     table, report = Table("Rules in vLLM", COLUMNS, []), f"engines-{options.method}"
     if options.target != BUNDLED_TARGET:
         report += f"-{Path(options.target).name}"
@@ -89,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             request_values = {
                 "target": target,
                 "prompts": prompts,
-                "max_tokens": 20 if options.quick else options.max_tokens,
+                "max_tokens": length,
                 "concurrency": concurrency,
             }
             file.write_text(json.dumps(request_values | values))
@@ -102,17 +106,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 found, at_once = row.pop("answers"), row["requests"]
                 base = answers.setdefault(at_once, found)
                 row["equal_answers"] = sum(map(list.__eq__, found, base))
+                row["library_answers"] = sum(map(list.__eq__, found, library))
                 row["speed"] = row["tokens_per_second"] / speeds.setdefault(
                     at_once, row["tokens_per_second"]
                 )
                 table.rows.append({"method": name, **row})
-            equal = [f"{row['equal_answers']} at {row['requests']}" for row in table.rows[2:4]]
+            exact = table.rows[2:4]
+            equal, own = (
+                ", ".join(f"{row[name]} at {row['requests']}" for row in exact)
+                for name in ("equal_answers", "library_answers")
+            )
             table.note = (
                 f"{count} problems, chains of {options.chain}. Answers of exact speculation that"
-                f" equal plain decoding's: {', '.join(equal)}. The first model runner of vLLM."
+                f" equal plain decoding's in vLLM: {equal}; in this library: {own}. The first model"
+                " runner of vLLM."
             )
             save_report(options, report, [table], finished=False)
     save_report(options, report, [table])
+
+
+def own_answers(target: str, prompts: Sequence[list[int]], length: int) -> list[list[int]]:
+    """Return the tokens of this library's answers, by plain decoding."""
+    model = EagleFSD.from_pretrained(target, None)
+    answers = []
+    for ids in progress(prompts, "answering here"):
+        found = model.generate(torch.tensor([ids]), max_new_tokens=length, method="ar")
+        answers.append(found.sequences[0, len(ids) :].tolist())
+    return answers
 
 
 if __name__ == "__main__":
