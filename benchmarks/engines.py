@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def own_answers(target: str, prompts: Sequence[list[int]], length: int) -> list[list[int]]:
     """Return the tokens of this library's answers, by plain decoding."""
-    model = EagleFSD.from_pretrained(target, None)
+    model = EagleFSD.from_pretrained(target, "ngram")
     answers = []
     for ids in progress(prompts, "answering here"):
         found = model.generate(torch.tensor([ids]), max_new_tokens=length, method="ar")
