@@ -10,11 +10,10 @@ from typing import Any
 
 import openai
 import pytest
+from accelerators import host_reads
 from api_servers import HELLO, NAME, QUESTION, APIThread
 from pairs import ACCEPT_ALL, small_tree, tiny_target, untrained_head
 from prompts import request
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.chat.session import ChatAnswer
@@ -178,38 +177,17 @@ def test_invalid_formats_name_the_parameter(client: openai.OpenAI) -> None:
         ask(client, response_format={"type": "json_object"}, extra_body={"ignore_eos": True})
 
 
-class HostReads(TorchDispatchMode):
-    """Counts the operations that would make the host wait for a device."""
-
-    count = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.count += function.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero")
-        return function(*args, **(kwargs or {}))
-
-
-def test_rows_beside_a_grammar_are_read_once(
-    model: EagleFSD, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_beside_a_grammar_are_read_once(model: EagleFSD) -> None:
     """A step reads its tokens once; only a row with a grammar adds reads, for every level."""
-    tolist = Tensor.tolist
 
     def reads(rows: int, **constrained: Any) -> int:
-        batch, found = model.batch(8), HostReads()
-
-        def count(tensor: Tensor) -> Any:
-            found.count += 1
-            return tolist(tensor)
-
+        batch = model.batch(8)
         for options in [*[{"ignore_eos": True}] * rows, *([constrained] if constrained else [])]:
             ChatAnswer(model, request(model, **options)).join(batch)
         batch.step()
-        with monkeypatch.context() as patch, found:
-            patch.setattr(Tensor, "tolist", count)
+        with host_reads() as found:
             batch.step()
-        return found.count
+        return len(found)
 
     assert reads(1) == reads(5) == 1
     schema = {"json_schema": {"type": "object"}}

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
+from accelerators import host_reads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from eagle_fsd import AcceptanceConfig, AcceptanceRule, Origin
-from eagle_fsd.engines.chains import Layout, acceptance, emitted, raise_probability
-from eagle_fsd.engines.settings import UNSUPPORTED
+from eagle_fsd.engines.chains import (
+    ChainVerifier,
+    Layout,
+    acceptance,
+    emitted,
+    raise_probability,
+)
+from eagle_fsd.engines.settings import UNSUPPORTED, reads_draft
 from eagle_fsd.model.acceptance import RULES, BudgetRule, DelayedRule, rule_for
 from eagle_fsd.model.config import SamplingConfig
 from eagle_fsd.model.sampling import Sampler
@@ -140,6 +148,26 @@ def test_sampled_requests_leave_exact_tokens_to_the_engine() -> None:
     assert least[:, 1].tolist() == [1.0, 0.0, 1.0]
     late = torch.tensor([[0.0], [5.0], [5.0]])
     assert certain(DelayedRule(RULES["top-ratio"], 4), late) == [0.0, 1.0, 0.0]
+
+
+def test_the_host_reads_nothing() -> None:
+    """A step and its counts stay on the device; only the line of the log waits for it."""
+    for config in CONFIGS:
+        verifier = ChainVerifier(rule_for(config), logging.getLogger("test"))
+        logits = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(0))
+        layout = Layout.of(torch.tensor([3, 6]), 6, 3)
+        tree = layout.tree(logits.argmax(-1), logits)
+        emitted_before, greedy = torch.zeros(2), torch.ones(2, dtype=torch.bool)
+        for _ in range(2):
+            with host_reads() as found:
+                laws = Distributions.of(logits[layout.index])
+                state = None
+                if verifier.rule.state_size:
+                    state = verifier.states.of(["a", "b"], emitted_before)
+                verifier.relax(logits.clone(), layout, tree, laws, laws, laws, greedy, state)
+                verifier.finish(torch.tensor([[1, 2, -1, -1], [3, -1, -1, -1]]))
+            # On a CPU, divergences read the number of nodes that have one.
+            assert found == ["_local_scalar_dense"] * reads_draft(verifier.rule), config.label
 
 
 def test_raised_probabilities() -> None:

@@ -89,13 +89,15 @@ def test_two_servers_are_compared_and_certified(
 
 
 class DyingServer(StubEndpoint):
-    """A server that fails after some requests."""
+    """A server that fails after some requests, and once if it is ``shaky``."""
 
-    def __init__(self, patience: int) -> None:
+    def __init__(self, patience: int, shaky: bool = False) -> None:
         super().__init__()
-        self.patience = patience
+        self.patience, self.shaky = patience, shaky
 
     def reply(self, body: dict[str, Any]) -> Reply:
+        if self.shaky and len(self.requests) == 2:
+            return failure(503, "busy")
         if len(self.requests) > self.patience:
             return failure(503, "gone")
         if "long" in body["messages"][-1]["content"]:
@@ -104,7 +106,10 @@ class DyingServer(StubEndpoint):
 
 
 def test_a_server_that_dies_loses_nothing(run: Run, tmp_path: Path) -> None:
-    """Complete answers are kept, and the other questions are asked again, also elsewhere."""
+    """Complete answers are kept, and the other questions are asked again, also elsewhere.
+
+    A failure that passes is not noticed.
+    """
     questions = tmp_path / "q.jsonl"
     rows = [{"question": f"say {word}", "answer": f"SAY {word.upper()}"} for word in "abcdefgh"]
     rows.append({"question": "long", "answer": "LONG"})
@@ -118,10 +123,11 @@ def test_a_server_that_dies_loses_nothing(run: Run, tmp_path: Path) -> None:
     kept = [record["question_id"] for record in read_jsonl(out / "b.jsonl")]
     assert 0 < len(kept) < 9
     before = len(bad.requests)
-    healed = DyingServer(1000)
+    healed = DyingServer(1000, shaky=True)
     status, printed, errors = run(*call, "--server", f"b={healed.url}", "--json")
     assert status == 0, errors
-    assert (len(bad.requests), len(healed.requests)) == (before, 9 - len(kept) + 2)  # and a warm-up
+    # Two more for a warm-up, and one that failed.
+    assert (len(bad.requests), len(healed.requests)) == (before, 9 - len(kept) + 3)
     first, second = json.loads(printed)["rows"]
     assert first["accuracy"] == second["accuracy"] == pytest.approx(8 / 9)
     assert first["failed"] == second["failed"] == 1
