@@ -9,6 +9,7 @@ from cyclopts import Parameter
 from pydantic import Field
 
 from eagle_fsd import __version__
+from eagle_fsd.bundled import BUNDLED_DRAFTERS, SMOLLM2_HEADS
 from eagle_fsd.cli.console import out
 from eagle_fsd.cli.parsing import Command, options
 from eagle_fsd.model.config import DrafterName
@@ -45,11 +46,8 @@ def custom_generate(
     """
     from eagle_fsd.engines.hugging_face import write_repository
 
-    write_repository(
-        folder,
-        Path(request.drafter),
-        __version__,
-        settings=request.settings,
-        target=request.target,
-    )
+    drafter, target = Path(request.drafter), request.target
+    if drafter in BUNDLED_DRAFTERS.values():
+        target = target or ("smollm2" if drafter in SMOLLM2_HEADS.values() else "bundled")
+    write_repository(folder, drafter, __version__, settings=request.settings, target=target)
     out.print(f"The repository is in {folder}.", soft_wrap=True)

@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eagle_fsd.bundled import BUNDLED_DRAFTERS, SMOLLM2_HEADS
 from eagle_fsd.model.config import SETTINGS_FILE, Settings, read_settings
 from eagle_fsd.model.custom_generate import caller_argument
 from eagle_fsd.model.pipeline import EagleFSD
@@ -128,21 +127,12 @@ def write_repository(
     is_release = version.replace(".", "").isdigit()
     bound = f">={version}" if is_release else f">{_RELEASE_BEFORE}"
     atomic_write(code / "requirements.txt", f"eagle-fsd{bound}\n")
-    name = target or _target_name(read, drafter)
+    name = target or (read.target.name if read.target is not None else "path/to/the/target")
     title, code_of_target = _PACKAGED_TARGETS.get(name, (name, f"\ntarget = {json.dumps(name)}"))
     described = _describe(read, in_file=source.exists())
     atomic_write(
         out / CARD_FILE, _CARD.format(title=title, target=code_of_target, settings=described)
     )
-
-
-def _target_name(settings: Settings, drafter: Path) -> str:
-    """Return the name of the calibrated target, else that of a bundled drafter's."""
-    if settings.target is not None:
-        return settings.target.name
-    if drafter in SMOLLM2_HEADS.values():
-        return "smollm2"
-    return "bundled" if drafter in BUNDLED_DRAFTERS.values() else "path/to/the/target"
 
 
 def _describe(settings: Settings, in_file: bool) -> str:
