@@ -127,10 +127,8 @@ def decode_here(
     return answers, sum(map(len, answers)) / steps
 
 
-@pytest.mark.parametrize(
-    ("method", "drafter"), [*HEADS.items(), ("draft_model", BUNDLED_DRAFT_MODEL)]
-)
-def test_drafters_accept_as_many_tokens_as_here(
+@pytest.mark.parametrize(("method", "drafter"), HEADS.items())
+def test_exported_heads_accept_as_many_tokens_as_here(
     decode: Any, prompts: list[list[int]], method: str, drafter: Path
 ) -> None:
     """The number of tokens per step in chains is that of this library within 2 %."""
