@@ -387,12 +387,17 @@ class Recipe:
 
 
 def run_command(
-    command: str, questions: Path, options: Mapping[str, object], *flags: str, threads: int = 1
+    command: str,
+    questions: Path,
+    options: Mapping[str, object],
+    *flags: str,
+    threads: int | None = None,
 ) -> None:
-    """Run a command of ``eagle-fsd`` on a set of questions."""
+    """Run a command of ``eagle-fsd`` on questions, by default with the threads of this process."""
     words = [sys.executable, "-m", "eagle_fsd.cli", command, str(questions), *flags]
     words += [str(word) for option in options.items() for word in option]
-    subprocess.run(words, check=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+    environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    subprocess.run(words, check=True, env={**os.environ, **environment})
 
 
 def long_text(tokens: int) -> str:

@@ -63,17 +63,12 @@ def open_ports(server: ServerThread) -> set[int]:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerThread]:
-    """A server with at most 8 connections, for two clients with keys and others."""
+    """A server with at most 8 connections."""
     monkeypatch.setattr(connections, "CLIENT_TIMEOUT", CLIENT_TIMEOUT)
     monkeypatch.setattr(connections, "connection_limit", lambda: 8)
     server = ServerThread(Guard(answer))
     yield server
     server.stop()
-
-
-@pytest.fixture
-def port(server: ServerThread) -> int:
-    return server.port
 
 
 def seconds_until_closed(connection: socket.socket, trickle: bytes) -> float:
@@ -90,18 +85,19 @@ def seconds_until_closed(connection: socket.socket, trickle: bytes) -> float:
 
 
 def test_port_that_another_process_took_is_an_error(
-    port: int, monkeypatch: pytest.MonkeyPatch
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as while the model was loaded."""
     monkeypatch.setattr(connections, "limit_logging", lambda: None)
-    with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}; is the port in use"):
-        run_server(Guard(answer), "127.0.0.1", port)
+    message = f"cannot listen on 127.0.0.1:{server.port}; is the port in use"
+    with pytest.raises(OSError, match=message):
+        run_server(Guard(answer), "127.0.0.1", server.port)
 
 
-def test_connections_without_a_request_are_closed(port: int) -> None:
+def test_connections_without_a_request_are_closed(server: ServerThread) -> None:
     def seconds(sent: tuple[bytes, bytes]) -> float:
         data, trickle = sent
-        with socket.create_connection(("127.0.0.1", port)) as connection:
+        with connect(server.port) as connection:
             connection.sendall(data)
             return seconds_until_closed(connection, trickle)
 

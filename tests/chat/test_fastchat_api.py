@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.xdist_group("fastchat"), pytest.mark.slow]
 
 KEY = "one/two three"
 ENVIRONMENT = {**os.environ, "no_proxy": "127.0.0.1", "LOGDIR": ""}
-#: Chats as the visitors of FastChat's web page do; Gradio, which only draws it, is replaced.
+#: Calls the functions behind FastChat's web page, with a mock of Gradio, which renders it.
 WEB_PAGE = """
 import json, sys
 from unittest.mock import MagicMock
@@ -73,7 +73,7 @@ def fastchat(module: str, folder: Path, probe: str, *arguments: str) -> Iterator
 def controller(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """The URL of FastChat's controller, which knows our worker."""
+    """URL of FastChat's controller, with one of our workers registered."""
     with fastchat("controller", tmp_path_factory.mktemp("controller"), "/test_connection") as url:
         keys = {"EAGLE_FSD_API_KEYS": request.param}
         worker = ServerProcess("serve", "worker", "--controller", url, **keys)
@@ -93,7 +93,7 @@ def controller(
 
 @pytest.fixture(scope="module")
 def client(controller: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    """A client of FastChat's API server."""
+    """OpenAI client of FastChat's API server, connected to the controller."""
     folder, options = tmp_path_factory.mktemp("api"), ("--controller-address", controller)
     with fastchat("openai_api_server", folder, "/v1/models", *options) as url:
         http_client = httpx.Client(trust_env=False)

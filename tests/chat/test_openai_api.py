@@ -16,8 +16,6 @@ from eagle_fsd import EagleFSD
 from eagle_fsd.bundled import BUNDLED_HEAD
 from eagle_fsd.model.config import read_settings
 
-SCHEMA = {"type": "json_object"}
-
 
 def ask(client: openai.OpenAI, messages: Any = HELLO, **options: Any) -> Any:
     options = {"temperature": 0, "max_tokens": 128, "extra_body": EXACT, **options}
@@ -242,7 +240,11 @@ def test_errors_name_the_parameter(server: APIThread) -> None:
         (CHAT, {**chat, "logit_bias": {"1000000": 1}}, "logit_bias"),
         (CHAT, {**chat, "fsd": {"threshold": 9}}, "fsd"),
         (CHAT, {**chat, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-        (CHAT, {**chat, "response_format": SCHEMA, "ignore_eos": True}, "response_format"),
+        (
+            CHAT,
+            {**chat, "response_format": {"type": "json_object"}, "ignore_eos": True},
+            "response_format",
+        ),
         (CHAT, {"messages": long}, "messages"),
         (COMPLETIONS, {**completion, "max_tokens": 5000}, "max_tokens"),
         (COMPLETIONS, {"prompt": [10**6]}, "prompt"),

@@ -54,7 +54,7 @@ class PartedResponse(Response):
         """Send the response; see the ASGI specification for the arguments."""
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
-        for begin in range(0, len(self.body), PART_BYTES):
+        for begin in range(0, max(1, len(self.body)), PART_BYTES):
             part = self.body[begin : begin + PART_BYTES]
             more = begin + PART_BYTES < len(self.body)
             await send({"type": "http.response.body", "body": part, "more_body": more})
