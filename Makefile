@@ -13,7 +13,7 @@ INSTALL_LOG := $(VENV)/install.log
 
 PROBLEM := At the museum, Mia buys 4 boxes with 6 pencils in every box. Then Mia gives 5 pencils \
 	to Tom. How many pencils are left in the end?
-QUESTION := Why is the sky blue?
+QUESTION := How do I boil an egg?
 
 # One process per core, with one torch thread each (see tests/conftest.py). Tests that share a server
 # or a browser run in the same process.
@@ -92,7 +92,7 @@ $(VLLM): requirements-engines.txt $(INSTALLED)
 # latter, such as "-k regret".
 engines: $(VLLM)
 	$(VLLM_PYTHON) -m pytest --noconftest tests/engines/inside_vllm
-	VLLM_PYTHON=$(VLLM_PYTHON) $(RUN)/python -m pytest tests/engines/test_vllm.py $(ENGINE_TESTS)
+	VLLM_PYTHON=$(VLLM_PYTHON) $(PYTEST) tests/engines/test_vllm.py $(ENGINE_TESTS)
 
 # Train the bundled pair from scratch; see recipes/bundled.py.
 bundled: $(INSTALLED)

@@ -98,6 +98,7 @@ def main() -> None:
                 "requests": count,
                 "answers": answers,
                 "tokens_per_second": sum(map(len, answers)) / seconds,
+                "drafts": drafts,
                 "tau": 1.0 + accepted / drafts if drafts else 1.0,
                 "sampler_share": 100.0 * (sampler.seconds + outside.seconds) / seconds,
                 "rule_share": 100.0 * _rule_seconds(rule, processors, outside) / seconds,
