@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -93,23 +93,34 @@ CONFIGS = {
     ),
 }
 
-#: What ``speed`` varies, starting from one prompt at a time, float32, eager, one thread: options of
-#: ``tune`` and ``evaluate``, threads, and tokens of a text before every question. Prompts at once
-#: and contexts keep the trees of the first row.
-FACTORS: dict[str, tuple[tuple[str, ...], int, int]] = {
-    "base": ((), 1, 0),
-    "bfloat16": (("--dtype", "bfloat16"), 1, 0),
-    "compiled": (("--compile",), 1, 0),
-    "2 threads": ((), 2, 0),
-    "bfloat16, 2 threads": (("--dtype", "bfloat16"), 2, 0),
-    "4 prompts": (("--batch", "4"), 1, 0),
-    "16 prompts": (("--batch", "16"), 1, 0),
-    "context 256": ((), 1, 256),
-    "context 2000": ((), 1, 2000),
-    "context 7500": ((), 1, 7500),
-}
-
 log = logging.getLogger(__name__)
+
+
+class Factor(NamedTuple):
+    """What a row of ``speed`` changes: one prompt at a time, float32, eager, one thread.
+
+    ``options`` are those of ``tune`` and ``evaluate``, and ``context`` counts tokens of a text
+    before every question. Unless ``tuned``, trees are those of the head's ``fsd.json``.
+    """
+
+    options: tuple[str, ...] = ()
+    threads: int = 1
+    context: int = 0
+    tuned: bool = False
+
+
+FACTORS = {
+    "base": Factor(),
+    "4 prompts": Factor(("--batch", "4")),
+    "16 prompts": Factor(("--batch", "16")),
+    "context 256": Factor(context=256),
+    "context 2000": Factor(context=2000),
+    "context 7500": Factor(context=7500),
+    "2 threads": Factor(threads=2, tuned=True),
+    "compiled": Factor(("--compile",), tuned=True),
+    "bfloat16": Factor(("--dtype", "bfloat16"), tuned=True),
+    "bfloat16, 2 threads": Factor(("--dtype", "bfloat16"), threads=2, tuned=True),
+}
 
 
 @dataclass(frozen=True)
@@ -128,6 +139,7 @@ class Scale:
     max_steps: int | None = None
     tuning: int = 16
     questions: int = 80
+    timed: int = 26
     prompts: int | None = None
     curve: tuple[int, ...] = (100_000, 300_000, 1_000_000, 3_000_000)
 
@@ -141,6 +153,7 @@ TINY = Scale(
     max_steps=2,
     tuning=2,
     questions=6,
+    timed=6,
     prompts=6,
     curve=(500, 1000),
 )
@@ -353,25 +366,29 @@ class Recipe:
         lines.append("|---|---|---|---|---|---|")
         common: dict[str, object] = {"--target": TARGET, "--drafter": self._drafter("eagle3")}
         common["--max-new-tokens"] = min(128, self.scale.max_new_tokens)
-        for factor, (words, threads, context) in FACTORS.items():
-            folder = self.work / "speed" / factor.replace(" ", "-")
-            settings = self.head("eagle3") / "fsd.json"
-            if not context and "--batch" not in words:
+        for name, factor in FACTORS.items():
+            folder = self.work / "speed" / name.replace(" ", "-")
+            settings, words = self.head("eagle3") / "fsd.json", factor.options
+            if factor.tuned:
                 options = {**common, "--count": self.scale.tuning, "--out": folder / "tune"}
-                run_command("tune", self._tuning_questions(), options, *words, threads=threads)
+                questions = self._tuning_questions()
+                run_command("tune", questions, options, *words, threads=factor.threads)
                 settings = folder / "tune" / "fsd.json"
-            options = {**common, "--count": self.scale.questions, "--out": folder / "evaluate"}
-            options |= {"--baseline": "hf", "--assistant": "ngram", "--settings": settings}
-            if context:
-                options["--system"] = long_text(context)
-            run_command("evaluate", SHARED / BENCHMARKS[1], options, *words, threads=threads)
+            options = {**common, "--count": self.scale.timed, "--out": folder / "evaluate"}
+            options |= {"--baseline": "hf", "--settings": settings}
+            if "--batch" not in words:  # Hugging Face's prompt lookup takes one prompt at a time
+                options["--assistant"] = "ngram"
+            if factor.context:
+                options["--system"] = long_text(factor.context)
+            questions = SHARED / BENCHMARKS[1]
+            run_command("evaluate", questions, options, *words, threads=factor.threads)
             rows = json.loads((folder / "evaluate" / "report.json").read_text())["rows"]
             best = max(row["tokens_per_second"] for row in rows if row["method"].startswith("hf"))
             for row in rows:
                 tree = describe_tree(row) if row["method"] in ("exact", "fsd") else ""
                 speed, tau = row["tokens_per_second"], row["tau"]
                 numbers = f"{speed:.1f} | {speed / best:.2f} | {f'{tau:.2f}' if tau else ''}"
-                lines.append(f"| {factor} | {row['method']} | {tree} | {numbers} |")
+                lines.append(f"| {name} | {row['method']} | {tree} | {numbers} |")
             atomic_write(self.data / "smollm2_speed.md", "\n".join(lines) + "\n")
 
     def _measure(self, head: Path, *methods: str) -> dict[str, dict[str, Any]]:
