@@ -170,8 +170,7 @@ def answer(
 ) -> Answers | None:
     """Answer the problems greedily.
 
-    Returns None as soon as more than ``allowed`` answers more are lost than gained, compared with
-    ``exact``.
+    Returns None as soon as the net loss against ``exact`` exceeds ``allowed`` answers.
     """
     prompts = [torch.tensor(task.ids) for task in tasks]
     count = len(tasks)

@@ -411,12 +411,12 @@ class Method:
         return self.tokens / sum(answer.passes for answer in self.answers)
 
     def identical(self, other: Method) -> float:
-        """Return how many answers in 100 are those of another method."""
+        """Return the percentage of answers that equal another method's."""
         pairs = zip(self.answers, other.answers, strict=True)
         return 100 * statistics.fmean(one.tokens == two.tokens for one, two in pairs)
 
     def accuracy(self, tasks: Sequence[Task], tokenizer: Any) -> float:
-        """Return how many answers in 100 are right."""
+        """Return the percentage of right answers."""
         pairs = zip(self.answers, tasks, strict=True)
         return 100 * statistics.fmean(
             task.is_solved(tokenizer.decode(answer.tokens, skip_special_tokens=True))

@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def unpack(revision: str, folder: Path) -> None:
-    """Unpack a revision of this repository."""
+    """Extract the package as of a revision."""
     command = ["git", "archive", "--format=tar", revision, "eagle_fsd"]
     archive = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from eagle_fsd.train.chat_file import Chat
+from eagle_fsd.utils.files import read_jsonl
 
 #: Words in a row that count as the same question, as in GPT-3's report; shorter questions count if
 #: they are equal as a whole.
@@ -32,8 +32,7 @@ class Overlaps:
 
 def questions(path: Path) -> Iterator[str]:
     """Yield the questions of a JSON Lines file of any of the benchmarks' layouts."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
+    for record in read_jsonl(path):
         yield from record.get("turns") or [record.get("question") or record["prompt"]]
 
 

@@ -51,7 +51,7 @@ from eagle_fsd.train.regenerate import regenerate
 from eagle_fsd.train.run import BYTES_PER_TOKEN
 from eagle_fsd.train.synthesize import synthesize
 from eagle_fsd.train.training_folder import TrainingFolder
-from eagle_fsd.utils.files import atomic_write
+from eagle_fsd.utils.files import atomic_write, read_jsonl
 from recipes.measure import measure
 from recipes.overlap import Overlaps, questions
 from recipes.publish import describe_measurement, describe_tree, train_and_save, write_card
@@ -421,7 +421,7 @@ def long_text(tokens: int) -> str:
     """Return about so many tokens of the documents in Spec-Bench's questions."""
     tokenizer = load_tokenizer(locate_model(TARGET))
     file = SHARED / BENCHMARKS[1]
-    turns = (json.loads(line)["turns"][0] for line in file.read_text().splitlines())
+    turns = (record["turns"][0] for record in read_jsonl(file))
     documents = "\n\n".join(turn for turn in turns if len(turn) > 2000)
     ids = tokenizer(documents[: 10 * tokens], add_special_tokens=False).input_ids
     return str(tokenizer.decode(ids[:tokens]))
@@ -454,7 +454,7 @@ def read_chats(folder: Path) -> list[Chat]:
     for name, expected in sorted(read_hashes(folder).items()):
         text = lzma.decompress((folder / name).read_bytes()).decode()
         if hashlib.sha256(text.encode()).hexdigest() != expected:
-            raise ValueError(f"{folder / name} is damaged: its hash is another")
+            raise ValueError(f"{folder / name} is damaged: parts.json has another SHA-256")
         chats += [json.loads(line)["messages"] for line in text.splitlines()]
     return chats
 

@@ -20,13 +20,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-import torch
-
 from eagle_fsd.chat.session import AnswerRequest, ChatAnswer
 from eagle_fsd.chat.text import Piece
 from eagle_fsd.model.batch import StreamChunk
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.request import Answer
+from eagle_fsd.utils.errors import is_out_of_memory
 from eagle_fsd.utils.text import one_line
 
 log = logging.getLogger(__name__)
@@ -413,7 +412,7 @@ class DecodeQueue:
 
     def _count_failure(self, error: Exception) -> None:
         """Count an error that the device may repeat, unless it only lacks memory."""
-        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
             self._failures += 1
 
     def _step(self) -> None:

@@ -1,4 +1,4 @@
-"""Generate one answer as a stream; terminal chat, worker and web page share this code.
+"""Generate one answer as a stream, for the terminal chat and all servers.
 
 Start with :class:`ChatAnswer`. :func:`fit_chat` turns a chat into a prompt that fits the context,
 and :func:`score_prompt` computes the log-probabilities of a prompt's tokens.

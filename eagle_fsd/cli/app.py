@@ -24,6 +24,7 @@ from eagle_fsd.cli.parsing import root_command, usage_message
 from eagle_fsd.cli.sweep import sweep
 from eagle_fsd.cli.tune import tune
 from eagle_fsd.train.training_folder import TrainingError
+from eagle_fsd.utils.errors import is_out_of_memory
 from eagle_fsd.utils.options import OptionsError, validation_message
 
 #: Exit status after Ctrl-C: 128 plus the signal's number, as in shells.
@@ -63,13 +64,3 @@ def main() -> None:
         if not is_out_of_memory(error):
             raise
         fail("out of memory; reduce the batch, or use a smaller model or dtype", 1)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the memory of the GPU or of the machine was exhausted."""
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"  # torch's; torch may not be imported
-        or "DefaultCPUAllocator: can't allocate memory" in str(error)
-        or "DefaultCPUAllocator: not enough memory" in str(error)
-    )

@@ -100,7 +100,7 @@ def regenerate(
     shown = WritingProgress()
     written = run(request, config, server, progress=shown.stage, on_tokens=shown.add_tokens)
     if written is not None:
-        err.print(f"{len(written)} rewritten chats are in {request.out}", soft_wrap=True)
+        out.print(f"{len(written)} rewritten chats are in {request.out}.", soft_wrap=True)
 
 
 def synthesize(
@@ -114,7 +114,7 @@ def synthesize(
 
     shown = WritingProgress()
     written = run(request, config, server, progress=shown.stage, on_tokens=shown.add_tokens)
-    err.print(f"{len(written)} chats are in {request.out}", soft_wrap=True)
+    out.print(f"{len(written)} chats are in {request.out}.", soft_wrap=True)
 
 
 def chats(*, request: Annotated[ChatsRequest, options("Chats")]) -> None:

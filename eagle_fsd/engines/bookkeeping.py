@@ -28,7 +28,7 @@ class Counter:
         self._reported = time.monotonic()
 
     def add(self, fuzzy: Tensor, tokens: Tensor) -> None:
-        """Add numbers of fuzzy and of all tokens, as tensors of one element."""
+        """Add the numbers of fuzzy and of all tokens, as scalar tensors."""
         counts = torch.stack([fuzzy, tokens])
         self._counts = counts if self._counts is None else self._counts.add_(counts)
         if time.monotonic() - self._reported >= REPORT_INTERVAL:

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,19 @@ def describe(settings: Settings, engine: str) -> str:
     return f"eagle_fsd: {settings.label}; {certificate}"
 
 
+def check_version(engine: str, found: str, supported: str, signatures: Mapping[str, str]) -> None:
+    """Raise ``OptionsError`` for a version of an engine that this package was not written for.
+
+    ``supported`` is a pattern of versions; see :func:`changed_signatures` for ``signatures``.
+    """
+    changed = changed_signatures(signatures)
+    if changed or not fnmatchcase(found, supported):
+        raise OptionsError(
+            f"this version of eagle_fsd supports {engine} {supported}; got {found}"
+            + (f", whose {changed[0]} has other parameters" if changed else "")
+        )
+
+
 def changed_signatures(signatures: Mapping[str, str]) -> list[str]:
     """Find the callables that do not end with the expected parameters.
 
@@ -128,17 +142,17 @@ def _has_parameters(path: str, expected: list[str]) -> bool:
 
 
 def check_weights(settings: Settings, folders: Mapping[str, str], log: logging.Logger) -> None:
-    """Raise ``OptionsError`` if other models were calibrated than those in an engine's folders.
+    """Raise ``OptionsError`` if an engine's models are not those that were calibrated.
 
-    The keys are ``target`` and ``drafter``. What cannot be compared is logged.
+    ``folders`` has the keys ``target`` and ``drafter``. Models that cannot be compared are logged.
     """
     for kind, folder in folders.items():
         recorded: ModelIdentity | None = getattr(settings, kind)
         if recorded is None:
             continue
-        found = None
-        if Path(folder, "config.json").is_file():
-            exported = json.loads(Path(folder, "config.json").read_text()).get(EXPORTED_KEY)
+        file, found = Path(folder, "config.json"), None
+        if file.is_file():
+            exported = json.loads(file.read_text(encoding="utf-8")).get(EXPORTED_KEY)
             if exported is None:
                 found = fingerprint_of_files(folder, getattr(torch, recorded.dtype))
             else:

@@ -404,7 +404,7 @@ def extend_report(task: Task, tested: Sequence[Method], report: Report) -> Calib
     report["selection"] = list(task.rows.values())
     report["tables"] = [selection_table(task)]
     conclusion = conclude(verdicts, bounds, tests, len(task.methods), task.config.measured)
-    report["calibration"] = chosen_settings(task, method, verdicts, report, by_name)
+    report["calibration"] = calibrated_settings(task, method, verdicts, report, by_name)
     report["flags"] = None
     if task.engine:
         conclusion = f"{conclusion} {engines.caveat(task.engine)}"
@@ -416,7 +416,7 @@ def extend_report(task: Task, tested: Sequence[Method], report: Report) -> Calib
     return Calibration(report)
 
 
-def chosen_settings(
+def calibrated_settings(
     task: Task,
     method: Method,
     verdicts: Sequence[Verdict],

@@ -127,14 +127,16 @@ def pareto_front(candidates: Sequence[Point]) -> list[Point]:
 
 
 def speed_range(found: Sequence[Point]) -> Interval:
-    """Return the range of speeds that a plot shows, with at most some of the intervals."""
-    low, high = (limit(point.speed for point in found) for limit in (min, max))
+    """Return the range of speeds that a plot shows.
+
+    Intervals extend the range of the points by at most :data:`MAX_EXTENSION`.
+    """
+    low, high = min(point.speed for point in found), max(point.speed for point in found)
     room = MAX_EXTENSION * ((high - low) or high)
-    least = min(point.speed_interval[0] for point in found)
-    most = max(point.speed_interval[1] for point in found)
-    low, high = max(least, low - room), min(most, high + room)
-    room = 0.04 * (high - low) or 0.1 * high
-    return low - room, high + room
+    low = max(low - room, min(point.speed_interval[0] for point in found))
+    high = min(high + room, max(point.speed_interval[1] for point in found))
+    margin = 0.04 * (high - low) or 0.1 * high
+    return low - margin, high + margin
 
 
 def quality_range(found: Sequence[Point]) -> Interval:

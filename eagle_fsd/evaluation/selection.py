@@ -145,7 +145,7 @@ def add_rows(rows: dict[str, Row], new: Sequence[Row]) -> None:
 
 
 def check_accuracy(exact: Row, max_drop: float) -> None:
-    """Raise a ValueError if exact decoding is not accurate enough to lose accuracy."""
+    """Raise a ValueError if too few of exact decoding's answers are right to bound a loss."""
     if not exact["tokens"]:
         raise ValueError("no question was answered, so there is nothing to calibrate on")
     points = 100 * (exact["accuracy"] or 0.0)

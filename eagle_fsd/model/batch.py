@@ -23,6 +23,7 @@ from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.step import TokenDetail
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.verify import TARGET_FAULT
+from eagle_fsd.utils.errors import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +235,7 @@ class Batch:
                     engine.clock.collect()
                     self._retire(engine)
         except RuntimeError as error:
-            if not _out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             if not self._pool.clear() and self.max_rows <= 1:
                 raise MemoryError("there is not enough memory to decode one prompt") from error
@@ -402,8 +403,3 @@ def _add_seconds(total: dict[str, float], engine: Engine) -> None:
     """Add an engine's seconds by phase."""
     for phase, spent in engine.clock.seconds.items():
         total[phase] = total.get(phase, 0.0) + spent
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed; on a CPU, torch raises no error of its own for that."""
-    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)

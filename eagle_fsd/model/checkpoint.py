@@ -153,8 +153,9 @@ def head_config(head: EagleHead, dtype: torch.dtype) -> dict[str, Any]:
 def layer_fields(config: PreTrainedConfig, layers: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return the fields of ``config.json`` that describe a head's decoder layers."""
     fields = config.to_diff_dict()
-    for name in ("_name_or_path", "quantization_config"):  # a local path, and how the target's
-        fields.pop(name, None)  # weights are stored
+    # A local path, and how the target's weights are stored.
+    for name in ("_name_or_path", "quantization_config"):
+        fields.pop(name, None)
     fields.update(
         num_hidden_layers=layers,
         dtype=str(dtype).removeprefix("torch."),

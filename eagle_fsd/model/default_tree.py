@@ -47,14 +47,14 @@ def fit_tree(model: EagleFSD) -> None:
         return
     file, key = cache_folder().with_name(CACHE_FILE), _key(model)
     try:
-        known = dict(json.loads(file.read_text()))
+        known = dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):  # missing or damaged
         known = {}
     if key in known:
         model.tree = TreeConfig.from_dict(known[key])
         return
     log.warning("timing a few steps to choose the draft tree; eagle-fsd tune finds better ones")
-    tree = choose_tree(*measure_costs(model))
+    tree = choose_tree(*_time_passes(model))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(file, json.dumps({**known, key: tree.model_dump()}, indent=1) + "\n")
@@ -95,7 +95,7 @@ def _path_shares(depth: int, width: int) -> Iterator[float]:
             heapq.heappush(heap, (negative * ACCEPTED[0], -negative, 0, level + 1))
 
 
-def measure_costs(model: EagleFSD) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
+def _time_passes(model: EagleFSD) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
     """Time steps with a few trees; return the arguments of :func:`choose_tree`."""
     trees = [TreeConfig(total_tokens=nodes, depth=1, top_k=WIDTHS[-1]) for nodes in NODES]
     trees += [

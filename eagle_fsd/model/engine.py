@@ -439,8 +439,8 @@ def compile_steps(
     target: Target, drafter: Drafter, tree: TreeConfig, draw: Draw | None, decision: Decision
 ) -> None:
     """Compile the steps of a single row by decoding a few tokens of an arbitrary prompt."""
-    length = min(COMPILED_PROMPT, target.stable_rope_length // 2)
-    limit = min(COMPILED_TOKENS, target.stable_rope_length - length)
+    length = min(COMPILED_PROMPT, target.stable_length // 2)
+    limit = min(COMPILED_TOKENS, target.stable_length - length)
     options = ExecutionOptions(compiled_rows=1, capture=False)
     with using_device(target.device):
         engine = Engine(target, drafter.fresh().attach(target), tree, draw, execution=options)

@@ -98,7 +98,7 @@ class Target:
         self._logit_divisor = getattr(self.config, "logits_scaling", None)
         self._soft_cap = getattr(self.config, "final_logit_softcapping", None)
         #: Sequence length up to which attention does not depend on the length of the sequence.
-        self.stable_rope_length = self._stable_length()
+        self.stable_length = self._stable_length()
         #: What the caches of this model allocated.
         self.layout = _layouts.setdefault(model, Layout())
         _record_input(self.lm_head, LAST)
@@ -173,10 +173,10 @@ class Target:
         return min([self.context_length, *limits])
 
     def check_length(self, length: int) -> None:
-        """Raise ``ValueError`` for sequences beyond :attr:`stable_rope_length`."""
-        if length > self.stable_rope_length:
+        """Raise ``ValueError`` for sequences beyond :attr:`stable_length`."""
+        if length > self.stable_length:
             raise ValueError(
-                f"this call may reach {length} tokens, but beyond {self.stable_rope_length} the"
+                f"this call may reach {length} tokens, but beyond {self.stable_length} the"
                 " target's attention depends on the length of the sequence: shorten the prompt or"
                 " reduce max_new_tokens"
             )
@@ -221,7 +221,7 @@ class Target:
             output = self._body(
                 input_ids=ids,
                 attention_mask=masks,
-                position_ids=positions.clamp_max(self.stable_rope_length - 1).expand_as(ids),
+                position_ids=positions.clamp_max(self.stable_length - 1).expand_as(ids),
                 past_key_values=cache,
                 use_cache=True,
             )
@@ -259,7 +259,7 @@ class Target:
         cache.place(slots, keys)
         # Nodes beyond the context are never emitted, but must not index out of a position table or
         # switch RoPE to frequencies for longer sequences.
-        positions = positions.clamp_max(self.stable_rope_length - 1)
+        positions = positions.clamp_max(self.stable_length - 1)
         autocast = torch.is_autocast_enabled(self.device.type)
         if groups and groups == self._plain_groups and isinstance(masks, Tensor) and not autocast:
             hidden = run_layers(self._body, tree.tokens, positions, masks, cache)

@@ -125,7 +125,10 @@ def _record_origin(out: Path, head: Drafter) -> None:
     """Record the fingerprints of the head that was exported, by which settings are checked."""
     assert head.network is not None
     file = out / "config.json"
-    config = {**json.loads(file.read_text()), EXPORTED_KEY: fingerprints(head.network)}
+    config = {
+        **json.loads(file.read_text(encoding="utf-8")),
+        EXPORTED_KEY: fingerprints(head.network),
+    }
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

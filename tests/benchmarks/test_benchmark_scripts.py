@@ -424,7 +424,7 @@ print(json.dumps([
 
 
 def test_engines_are_compared_with_plain_decoding(quick: Quick, tmp_path: Path) -> None:
-    """With a stand-in for an interpreter with vLLM."""
+    """A stand-in replaces the interpreter with vLLM."""
     stub = tmp_path / "vllm-python"
     stub.write_text(STUB.format(python=sys.executable))
     stub.chmod(0o755)

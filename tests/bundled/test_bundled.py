@@ -113,7 +113,7 @@ def test_tokenizer_round_trip(model: EagleFSD) -> None:
 
 
 def test_transformers_4_can_load_the_files(model: EagleFSD, tmp_path: Path) -> None:
-    """By its names of settings; the recipe saves the target as it is committed."""
+    """Settings have the names of transformers 4, and the recipe saves the committed target."""
     for part in ("target", "head"):
         config = json.loads((BUNDLED / part / "config.json").read_text())
         assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]

@@ -21,7 +21,7 @@ QUESTIONS, TOKENS = 6, 48
 
 
 def test_files_are_small_and_in_bfloat16() -> None:
-    """Without the target's embedding."""
+    """The heads' files do not contain the target's embedding."""
     for folder in SMOLLM2_HEADS.values():
         names = {path.name for path in folder.iterdir()}
         assert {"README.md", "config.json", "model.safetensors", "training.json"} <= names

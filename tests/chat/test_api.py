@@ -281,7 +281,7 @@ def test_whole_responses(backend: StandIn) -> None:
 
 
 def test_usage_counts_the_prompts_whose_answers_have_begun(backend: StandIn) -> None:
-    """Whichever of their choices came first."""
+    """Usage counts a prompt once its first choice arrives, whichever choice that is."""
     options = {"stream": True, "stream_options": {"include_tokens": True}}
     request = CompletionRequest(**{**BODY, "prompt": ["a", "b"], "n": 2, **options})
     tokens: Any = backend.tokens
@@ -352,7 +352,7 @@ def test_logprobs_of_completions(backend: StandIn) -> None:
 
 
 def test_log_probabilities_are_bounded(backend: StandIn) -> None:
-    """Unless they are streamed; large ones are whole, and prompts are formatted in parts."""
+    """Too many log-probabilities are rejected unless streamed; streamed parts equal the whole."""
     body = {**CHAT_BODY, "logprobs": True, "top_logprobs": 20, "n": 16, "max_tokens": 1000}
     response = backend.call(CHAT, body)
     assert response.status_code == 400
@@ -393,7 +393,7 @@ def test_few_choices_are_decoded_at_a_time(backend: StandIn) -> None:
 
 
 def test_errors_have_their_status(backend: StandIn) -> None:
-    """Before the first event of a stream; later ones are its last event."""
+    """Errors set the status before a stream begins; later ones are the stream's last event."""
     for error, status, kind, code in (
         (RequestError("why"), 400, "invalid_request_error", None),
         (

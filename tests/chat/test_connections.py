@@ -87,7 +87,7 @@ def seconds_until_closed(connection: socket.socket, trickle: bytes) -> float:
 def test_port_that_another_process_took_is_an_error(
     server: ServerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as while the model was loaded."""
+    """The server fails to start if its port was taken while the model was loaded."""
     monkeypatch.setattr(connections, "limit_logging", lambda: None)
     message = f"cannot listen on 127.0.0.1:{server.port}; is the port in use"
     with pytest.raises(OSError, match=message):

@@ -177,7 +177,7 @@ def test_full_queue_rejects_requests(model: EagleFSD, queue: DecodeQueue) -> Non
 def test_requests_of_a_busy_client_make_room_for_others(
     model: EagleFSD, queue: DecodeQueue, recorder: Recorder
 ) -> None:
-    """The newest waiting one, as long as its client has more than an equal share."""
+    """A full queue drops the newest waiting request of a client with more than an equal share."""
 
     async def work() -> None:
         long, short = request(model, **LONG), request(model, max_new_tokens=1)
@@ -290,7 +290,7 @@ def break_logits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_failure_affects_one_request(
     model: EagleFSD, queue: DecodeQueue, recorder: Recorder
 ) -> None:
-    """Whether it fails when it joins the batch, when its tokens are converted, or in a step."""
+    """A failure in joining, in converting tokens or in a step ends only its own request."""
 
     async def work(message: str) -> None:
         good = queue.submit(request(model))

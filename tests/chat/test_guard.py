@@ -138,7 +138,7 @@ def test_files_of_a_page_need_no_key() -> None:
 
 
 def test_requests_have_an_identifier(caplog: pytest.LogCaptureFixture) -> None:
-    """Their own, unless it is unusable; also if they are refused, or fail without a traceback."""
+    """Responses repeat a usable identifier, even if refused or failed, and show no traceback."""
     for given, kept in (("abc-1", True), ("x" * 200, False), ("a b", False), ("", False)):
         for path in ("/", "/fail"):
             reply = call(Guard(echo), path=path, headers={"x-request-id": given})

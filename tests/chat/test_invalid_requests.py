@@ -231,7 +231,7 @@ BODIES = (
 
 
 def test_bodies_that_are_not_json_objects(target: Target) -> None:
-    """Each at the two main routes and at one of the others."""
+    """Both main routes and one other reject each body, except empty ones in FastChat's protocol."""
     for body, other in zip(
         BODIES, itertools.cycle([COMPLETIONS, EMBEDDINGS, STREAM, COUNT, EMBED])
     ):
@@ -308,7 +308,7 @@ def test_invalid_http(target: Target) -> None:
 
 
 def test_there_are_no_other_routes(target: Target) -> None:
-    """Such as those of FastChat's API server, and FastAPI's documentation."""
+    """FastAPI's documentation and the other routes of FastChat's API server return 404."""
     for path in (
         "/api/v1/chat/completions",
         "/api/v1/token_check",

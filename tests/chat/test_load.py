@@ -111,7 +111,7 @@ def load(url: str, seconds: float, seed: int) -> Tally:
 
 @pytest.mark.slow
 def test_many_clients(record_property: Any) -> None:
-    """For a quarter of a minute, after a warm-up in which caches grow to their size."""
+    """After a warm-up, 15 seconds of load cause no faults and keep memory and files bounded."""
     options = ("--queue", str(MAX_WAITING), "--max-batch", str(MAX_BATCH))
     server, seconds = ServerProcess("serve", *options), 15
     process = psutil.Process(server.process.pid)

@@ -27,7 +27,7 @@ def expected(model: EagleFSD, messages: Any = HELLO, **options: Any) -> str:
 
 
 def test_greedy_text_equals_hugging_face(model: EagleFSD, client: openai.OpenAI) -> None:
-    """And fuzzy answers are those of ``generate``."""
+    """Greedy answers equal Hugging Face's, and fuzzy answers equal those of ``generate``."""
     messages = [{"role": "user", "content": QUESTION}]
     response = ask(client, messages)
     ids = tokenize(model, messages)
@@ -106,7 +106,7 @@ def test_logprobs_are_the_targets(model: EagleFSD, client: openai.OpenAI) -> Non
 
 
 def test_streams_report_tokens_and_speed(model: EagleFSD, client: openai.OpenAI) -> None:
-    """With the pair and, losslessly whatever the request says, without the drafter."""
+    """Streams match ``generate``, and decoding without the drafter is always lossless."""
     ids = tokenize(model)
     for method, threshold in (("fsd", 0.3), ("fsd", 0.0), ("ar", 0.3)):
         fsd = {"threshold": threshold, "min_ratio": 0.0}
@@ -133,7 +133,7 @@ def test_streams_report_tokens_and_speed(model: EagleFSD, client: openai.OpenAI)
 
 
 def test_prompt_log_probs(model: EagleFSD, client: openai.OpenAI) -> None:
-    """As lm-evaluation-harness requests them, for several prompts at once, or scored only."""
+    """Prompts are scored as lm-evaluation-harness asks, also in batches or with no new token."""
     texts = ["Mia has 8 apples", "Tom"]
     ids: Any = [model.tokenizer(text).input_ids for text in texts]
     options: dict[str, Any] = {"model": NAME, "temperature": 0, "echo": True, "seed": 1234}
@@ -186,7 +186,7 @@ def test_sampling_options_take_effect(model: EagleFSD, client: openai.OpenAI) ->
 
 
 def test_certificate_is_declared_where_it_holds(model: EagleFSD, client: openai.OpenAI) -> None:
-    """Only for requests that decode with exactly the certified settings."""
+    """Only requests that decode with exactly the certified settings declare the certificate."""
     certificate = model.certificate_for(model.acceptance)
     assert certificate is not None
     assert client.models.retrieve(NAME).certificate == certificate.model_dump()
@@ -227,7 +227,7 @@ def test_lengths_beyond_the_room_are_errors(server: APIThread, client: openai.Op
 
 
 def test_errors_name_the_parameter(server: APIThread) -> None:
-    """By the client's name for it, also those that are found while a prompt is tokenized."""
+    """Errors name the client's parameter, even those found while a prompt is tokenized."""
     chat, completion = {"messages": HELLO}, {"prompt": "Hello!"}
     long = [{"role": "user", "content": "Hello! " * 9000}]
     for path, body, param in (

@@ -165,7 +165,7 @@ def test_prompt_that_is_only_scored_may_fill_the_context(
     with pytest.raises(RequestError, match="2049 tokens fill the context of 2048"):
         request(model, prompt_token_ids=[7] * 2049, **options)
     # A length at which the target's attention changes is rejected.
-    monkeypatch.setitem(vars(model.target), "stable_rope_length", 8)
+    monkeypatch.setitem(vars(model.target), "stable_length", 8)
     options = {"prompt": None, "max_new_tokens": 1}
     assert request(model, prompt_token_ids=[7] * 7, **options).ids.shape == (1, 7)
     with pytest.raises(RequestError, match="may reach 9 tokens, but beyond 8 the target's"):

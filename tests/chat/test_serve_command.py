@@ -68,7 +68,7 @@ def test_addresses_and_names(started: list[Any], run: Run, monkeypatch: pytest.M
 
 
 def test_the_page_is_opened(started: list[Any], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine with a screen: browsers for terminals would take over the server's."""
+    """The page opens only if there is a display: a text browser would take over the terminal."""
     monkeypatch.setattr(sys, "platform", "linux")
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)

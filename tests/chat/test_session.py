@@ -17,7 +17,7 @@ QUESTION = [{"role": "user", "content": "Mia has 8 apples. How many apples are l
 
 
 def test_prompt_scores_equal_those_of_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks of 5 tokens; windows are 8 tokens."""
+    """Chunks of 5 tokens give the scores of one pass, also with sliding windows of 8 tokens."""
     monkeypatch.setattr(session, "SCORE_CHUNK", 5)
     for architecture in SEEDS:
         window = {"sliding_window": 8} if "window" in architecture else {}

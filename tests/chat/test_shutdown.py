@@ -153,7 +153,7 @@ def test_answers_get_time_to_end(model: EagleFSD, monkeypatch: pytest.MonkeyPatc
 
 
 def test_stalled_step_is_reported(server: APIThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To all requests; answers go on if the step ends after all."""
+    """All requests fail while a step stalls, and answers resume if the step ends after all."""
     release, forward, replies = threading.Event(), Target.forward_tree, []
 
     def blocked(*args: Any) -> Any:

@@ -108,7 +108,7 @@ def test_answers_are_those_of_generate(model: EagleFSD, session: ChatSession, ta
 
 
 def test_commands_set_options(model: EagleFSD, session: ChatSession, talk: Talk) -> None:
-    """Of acceptance, of the tree, and of answers, to which ``top-k`` belongs."""
+    """Commands set the options of acceptance, of the tree, and of answers, such as ``top-k``."""
     commands = {
         "!!threshold 0.4": "threshold is 0.4",
         "!!threshold": "threshold is 0.4",
@@ -215,7 +215,7 @@ def test_ctrl_c_stops_an_answer(
 def test_control_characters_are_escaped(
     session: ChatSession, monkeypatch: pytest.MonkeyPatch, talk: Talk, tmp_path: Path
 ) -> None:
-    """In answers and in loaded files."""
+    """Control characters are escaped in answers and in loaded files."""
     evil = "\x1b]0;title\x07\x9b2J"
     output = {"text": evil, "pieces": [Piece(evil, 1, Origin.EXACT)]}
     monkeypatch.setattr(session, "stream", lambda *_: iter([output]))
@@ -327,7 +327,7 @@ def test_programmatic_style_ends_with_its_input(
 def test_server_answers_in_the_terminal(
     server: APIThread, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With FastChat's commands and the options that any server has; errors do not end the chat."""
+    """FastChat's commands and the options of any server work, and errors do not end the chat."""
     lines = ["Hi!", "!!threshold 0.3", "!!temperature 9", "Hello!", "!!temperature 0"]
     lines += ["!!max-new-tokens 8", "Tom has 3 apples.", "!!exit"]
     monkeypatch.setattr("builtins.input", lambda _="": lines.pop(0))

@@ -36,7 +36,7 @@ def stream_text(text: str, stop: list[str], step: int = 1) -> tuple[list[str], b
 
 
 def test_bytes_of_tokens_add_up_to_the_text() -> None:
-    """Also where a token is a part of a character; special tokens have a name but no bytes."""
+    """A token may be a part of a character, and special tokens have a name but no bytes."""
     decoder = TokenDecoder(TOKENIZER)
     text = "5 \u20ac 4 = 20 \u4f60 \u00fcn\u00ef \U0001f600 apples"
     ids = TOKENIZER(text, add_special_tokens=False).input_ids

@@ -99,7 +99,7 @@ def ask(client: openai.OpenAI, **options: Any) -> Any:
 
 
 def test_calls_are_parsed_whole_and_streamed() -> None:
-    """In any of the formats, also if every character is a step; what is no call stays text."""
+    """Calls of any format are found character by character, and text that is no call stays text."""
     backend = StandIn()
     for answer, text, calls in ANSWERS:
         step = max(1, len(answer) // 100)
@@ -129,7 +129,7 @@ def test_calls_are_parsed_whole_and_streamed() -> None:
 
 
 def test_required_and_named_tools_are_called(client: openai.OpenAI) -> None:
-    """With arguments that satisfy the tool's schema."""
+    """Required and named tools are called with arguments that satisfy the tool's schema."""
     for temperature, choice, names in (
         (1.3, "required", {"weather", "time"}),
         (0, {"type": "function", "function": {"name": "weather"}}, {"weather"}),

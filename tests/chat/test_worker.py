@@ -204,7 +204,7 @@ def test_errors_are_outputs(
 def test_slow_tokenization_does_not_block_other_requests(
     worker: FSDWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And an unexpected error in it is not revealed."""
+    """Other requests are answered meanwhile, and an unexpected error is not revealed."""
     release = threading.Event()
 
     def blocked(*args: Any) -> Any:

@@ -45,7 +45,7 @@ def test_answer_is_printed_with_statistics(run: Run) -> None:
 
 
 def test_prompts(run: Run, model: EagleFSD, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From standard input, continued as it is, and formatted with a FastChat template."""
+    """Prompts come from arguments or stdin, raw or formatted with a FastChat template."""
     options = ("--max-new-tokens", 5, "--threshold", 0)
     expected = generated(run, *options, QUESTION)
     assert len(expected["tokens"]) == 5
@@ -106,7 +106,7 @@ def test_bundled_drafters_have_names(run: Run) -> None:
 def test_threshold_that_accepts_nothing_is_explained(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With an untrained head, whose tree is chosen by its costs."""
+    """An untrained head, whose tree is chosen by its costs, gets an explanation."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     target = Target(load_target(BUNDLED_TARGET))
     save_head(EagleHead(target.config, False).attach(target), tmp_path / "head")

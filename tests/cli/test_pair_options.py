@@ -133,7 +133,7 @@ def target(tmp_path: Path) -> Path:
 def test_no_chat_template_is_needed_for_an_export_or_a_raw_prompt(
     target: Path, head: Path, tmp_path: Path, run: Run
 ) -> None:
-    """Nor is a tokenizer, for an export."""
+    """Exports and raw prompts need no chat template, and exports need no tokenizer either."""
     bare = link_files(BUNDLED_TARGET, tmp_path / "bare", "tokenizer.json")
     for engine, folder, options in (
         ("sglang", target, ("--conv-template", "vicuna_v1.1")),

@@ -85,7 +85,7 @@ print(json.dumps(helps))
 
 
 def test_every_option_is_described(helps: dict[str, str]) -> None:
-    """Once, with its bounds, and a default unless that depends on files or the device."""
+    """Help texts describe every option with its bounds, and with its default where it is fixed."""
     texts = {name: " ".join(text.replace("│", " ").split()) for name, text in helps.items()}
     port = "Port to listen on. An integer in [1, 65535]. [default: 8000]"
     assert f"--port INT {port}" in texts["serve"]

@@ -60,7 +60,7 @@ def chain(tokens: Tensor, draft: Tensor) -> DraftTree:
 def test_greedy_requests_accept_what_the_library_accepts(
     counts: list[int], config: AcceptanceConfig, seed: int
 ) -> None:
-    """For ragged batches, all rules, and rules with a state."""
+    """Ragged greedy batches accept the library's tokens, for rules with and without a state."""
     rule, random = rule_for(config), torch.Generator().manual_seed(seed)
     total, longest = sum(counts), max(counts)
     logits = torch.randn(total, VOCABULARY, generator=random)

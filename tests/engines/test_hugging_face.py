@@ -27,7 +27,7 @@ def test_a_repository_decodes_with_its_drafter(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """At ``T = 0`` as ``generate`` does; the settings of a call and a streamer count."""
+    """At ``T = 0`` the output equals ``generate``'s, and a call may set options and a streamer."""
     out = tmp_path / "repository"
     status, _, errors = run("export", "custom-generate", out, "--drafter", BUNDLED_HEAD)
     assert status == 0, errors

@@ -88,7 +88,7 @@ def test_changed_signatures_are_found() -> None:
 
 
 def test_states_follow_requests() -> None:
-    """Whatever their order; new requests and those that were forgotten begin anew."""
+    """States follow requests in any order; new and forgotten requests start with a fresh state."""
     states = RuleStates(rule_for(AcceptanceConfig(rule="regret", exact_first=4)))
     first = states.of(["a", "b"], torch.tensor([1.0, 9.0]))
     assert first.tolist() == [[0.0, 1.0], [0.0, 9.0]]  # nats of the limit, tokens of the delay

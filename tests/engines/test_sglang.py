@@ -261,7 +261,7 @@ def shapes(draw: st.DrawFn) -> list[list[int]]:
 def test_greedy_trees_keep_the_library_s_path(
     parents: list[list[int]], config: AcceptanceConfig, seed: int
 ) -> None:
-    """For irregular trees and all rules, with the engine's own verification afterwards."""
+    """SGLang's own verification keeps the library's path on irregular trees, for every rule."""
     batch, rule = Batch(parents, seed), rule_for(config)
     tree = linked_tree(batch.tokens, batch.child, batch.sibling, batch.size - 1)
     expected = batch.tree()
@@ -296,7 +296,7 @@ CHAINS = [[0, 0, 0, 1, 1, 3, 3, 5]] * 3
 def test_the_hook_relaxes_processed_logits(
     engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After penalties and grammars, of which log-probabilities are reported."""
+    """The rule applies after penalties and grammars, and reported logits are not relaxed."""
     sample, _ = registered(engine, {"rule": "top-ratio 0.2"}, monkeypatch)
     rule, longer = rule_for(AcceptanceConfig(rule="top-ratio 0.2")), 0
     for seed in range(30):
@@ -368,7 +368,7 @@ def test_watermarked_batches_are_verified_without_the_rule(
 def test_what_would_not_apply_is_refused(
     engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By the plugin, which SGLang must not ignore, or when the server's arguments are checked."""
+    """The plugin or the check of the server's arguments rejects settings that would not apply."""
     for values in ({}, {"threshold": 0.0}):
         monkeypatch.setenv("EAGLE_FSD_SETTINGS", json.dumps(values) if values else "")
         plugin.register()

@@ -327,7 +327,7 @@ def test_training_text(healthy: Measurements) -> None:
 
 
 def test_depth_context_length_and_tree(healthy: Measurements) -> None:
-    """Of measurements that consist of one table each."""
+    """Each of these checks needs only one table of the measurements."""
 
     def check(checks: Callable[[Any], Finding], drafter: Any = None, **tables: Any) -> Finding:
         drafter = drafter or healthy.model.drafter

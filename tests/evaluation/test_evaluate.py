@@ -271,7 +271,7 @@ def test_a_run_cannot_grow_until_its_bound_holds(model: EagleFSD, tmp_path: Path
 
 
 def test_answers_with_other_settings_are_rejected(model: EagleFSD, copied: Path) -> None:
-    """Only for the methods that depend on what changed, and without touching the files."""
+    """Only methods that depend on a changed setting are rejected, and no file is changed."""
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
     questions = bundled_questions(2)
     changed: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
@@ -306,7 +306,7 @@ def change_weight(folder: Path, suffix: str) -> None:
 
 
 def test_other_weights_with_the_same_name_are_detected(tmp_path: Path) -> None:
-    """Of a target and of a draft model."""
+    """A changed weight of the target or the draft model raises an error and keeps the answers."""
     out = tmp_path / "out"
     shutil.copytree(BUNDLED_TARGET, tmp_path / "target")
     shutil.copytree(BUNDLED_DRAFT_MODEL, tmp_path / "drafter")

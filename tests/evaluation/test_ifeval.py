@@ -93,7 +93,7 @@ def test_rows_are_questions(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm-eval is installed")
 def test_missing_checkers_are_an_error_of_one_line(tmp_path: Path) -> None:
-    """Before anything is loaded."""
+    """Missing instruction checkers are reported before anything is loaded."""
     with pytest.raises(OptionsError, match=r'pip install "eagle_fsd\[ifeval\]"$'):
         requested_questions(EvaluationRequest(questions=str(write(tmp_path))))
 

@@ -168,7 +168,7 @@ def test_the_judge_reads_system_prompts_and_earlier_messages(
 def test_changed_answers_and_prompts_are_judged_again(
     stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
 ) -> None:
-    """Also a new answer with the same text; judgments of other methods are kept."""
+    """A new answer is judged even if its text is equal, and other methods' judgments are kept."""
     other = {"other": records_of("other")}
     judge_answers(stub.endpoint(), QUESTIONS, other, tmp_path)
     kept = read_jsonl(single_file(tmp_path))
@@ -303,7 +303,7 @@ def test_a_failure_gives_one_line(stub: StubJudge, tmp_path: Path) -> None:
 def test_a_transient_failure_is_retried(
     stub: StubJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a key, none is required; otherwise it comes from the environment."""
+    """A failed request is retried, and the key, if any, comes from the environment."""
     stub.intercept = lambda prompt: (503, {}) if len(stub.requests) == 1 else None
     found = judge_one(stub.endpoint(retries=1), tmp_path / "retried")
     assert found["score"] == rate("Q greet A exact greet")

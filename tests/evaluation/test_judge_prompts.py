@@ -60,7 +60,7 @@ def test_prompts_depend_on_category_and_turn() -> None:
 
 
 def test_messages_before_the_first_turn_precede_the_prompt() -> None:
-    """Once, for every template; braces in them are no fields."""
+    """Earlier messages appear once before every judge prompt, and their braces are not fields."""
     prompts = JudgePrompts.load(QUESTIONS)
     context = (("system", "Be {brief}."), ("user", "Hi"), ("assistant", "Hello!"))
     answers = ["one", "two"]

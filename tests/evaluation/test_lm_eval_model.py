@@ -140,7 +140,7 @@ class TestHarness:
             assert sample["resps"] == [[greedy_answer(model, prompt)]]
 
     def test_tree_options_override_all_trees_of_the_settings(self, tmp_path: Path) -> None:
-        """Without any, lossless decoding and batches keep their own."""
+        """Without tree options, lossless decoding and batches keep their own trees."""
         own, exact, batch = ({"total_tokens": n, "depth": 4, "top_k": 2} for n in (12, 10, 8))
         file = tmp_path / "fsd.json"
         file.write_text(json.dumps({**own, "exact": exact, "batch": {"4": batch}}))

@@ -93,7 +93,7 @@ def test_figures_of_small_reports(tmp_path: Path) -> None:
 
 
 def test_labels_cover_neither_points_nor_each_other(tmp_path: Path) -> None:
-    """Of sixty random methods, as many are labeled as have room."""
+    """As many of sixty random methods are labeled as have room."""
     generator = np.random.default_rng(0)
     rows = [make_row("exact", 1.0)]
     for at, (ratio, lost) in enumerate(generator.uniform((1, 0), (2, 30), (60, 2))):

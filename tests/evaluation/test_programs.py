@@ -139,7 +139,7 @@ def test_code_runs_only_with_permission() -> None:
 
 
 def test_every_canonical_solution_of_human_eval_passes() -> None:
-    """As a whole function in a code block, and as the body alone without surrounding spaces."""
+    """A whole function in a code block passes, and a stripped body gives the same program."""
     questions = read_questions(published("HumanEval.jsonl.gz"))
     assert len(questions) == 164
     for item in questions:
@@ -166,7 +166,7 @@ def test_canonical_solutions_pass_in_the_sandbox() -> None:
 
 @pytest.mark.usefixtures("sandbox")
 def test_cached_programs_are_not_run_again(tmp_path: Path) -> None:
-    """Neither by the same runner nor by one that resumes with its file."""
+    """Outcomes are reused by the same runner and by one that resumes from its file."""
     path = tmp_path / "runs" / "code.jsonl"
     runs = CachedRunner(path)
     assert score(TWICE, WHOLE, run=runs) is True

@@ -52,7 +52,7 @@ def open_page(driver: Any, page: Path, width: int) -> None:
 
 
 def test_texts_of_the_figure_are_legible_and_do_not_overlap(driver: Any, tmp_path: Path) -> None:
-    """Of accuracies (no level) and of log-probabilities; a narrow page scrolls the figure."""
+    """Figures of accuracies and log-probabilities are legible, and narrow pages scroll them."""
     for level in (-0.2675, -12.345678, None):
         scored = level is None
         rows = [make_row(name, 1.0 + at, scored=scored) for at, name in enumerate(("exact", "fsd"))]

@@ -91,7 +91,7 @@ def test_greedy_answers_are_not_repeated() -> None:
 
 @pytest.mark.slow
 def test_samples_do_not_depend_on_other_questions(model: EagleFSD, tmp_path: Path) -> None:
-    """Neither in a larger run, nor in one that grows, nor in batches."""
+    """Samples are the same in larger runs, in runs that grow, and in batches."""
     questions = [Question(n, "c", (f"Ann has {n} pens. How many?",)) for n in range(4)]
 
     def answers(out: str, count: int, samples: int, **options: Any) -> dict[int, list[str]]:

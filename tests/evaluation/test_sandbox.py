@@ -177,7 +177,7 @@ def test_nothing_of_the_host_is_visible(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.usefixtures("sandbox")
 def test_only_the_interpreter_is_in_the_file_system() -> None:
-    """And nothing can be written, so disks cannot be filled."""
+    """Programs see neither the checkout nor the home folder, and they cannot write anywhere."""
     names, checkout, home, writable = look(
         "import os\n"
         "def f():\n"
@@ -217,7 +217,7 @@ def test_the_network_is_not_reachable() -> None:
 
 @pytest.mark.usefixtures("sandbox")
 def test_only_unix_sockets_open() -> None:
-    """Not AF_VSOCK, for instance, which reaches the host of a virtual machine."""
+    """Programs can open Unix sockets only, so AF_VSOCK cannot reach a virtual machine's host."""
     opened = look(
         "import socket\n"
         "def f():\n"

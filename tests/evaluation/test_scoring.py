@@ -191,7 +191,7 @@ def test_any_text_can_be_scored(pieces: list[str]) -> None:
 
 
 def test_gsm8k_reference_answers_are_correct() -> None:
-    """Unchanged and in other forms, but not with a digit appended."""
+    """References are correct as they are and in other forms, but not with a digit appended."""
     questions = read_questions(published("gsm8k_test.jsonl"))
     assert all(score(item, item.reference) for item in questions)
     for item in questions[:100]:

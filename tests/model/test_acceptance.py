@@ -309,7 +309,7 @@ def test_state_follows_its_row(rule: AcceptanceRule) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"selection": "target"}, {"rule": "mixture 0.5"}])
 def test_the_first_tokens_are_exact(options: dict[str, str]) -> None:
-    """As many as ``exact_first`` says, and not one more."""
+    """``exact_first`` makes exactly that many tokens exact, and the next one may be fuzzy."""
     pair = random_pair()
     ids, mask = batch()
     rule = {} if "rule" in options else {"threshold": ALWAYS}

@@ -50,7 +50,7 @@ TYPES = {
 }
 SCALED = ("gemma2", "cohere")
 CONTEXT = 64  # GPT-2's
-LIMIT = 32  # stable_rope_length of the two RoPE types below
+LIMIT = 32  # stable_length of the two RoPE types below
 SIZES = {**MODEL_SIZES, "tie_word_embeddings": False}
 LONGROPE = {
     "rope_type": "longrope",
@@ -90,7 +90,7 @@ def gpt2() -> PreTrainedModel:
 
 @pytest.mark.parametrize("name", TYPES)
 def test_decoding_and_passes_match_hugging_face(name: str) -> None:
-    """Plainly and with a head; a tree pass over each path, and the features of the prefill."""
+    """Decoding with and without a head, tree passes and prefill features match Hugging Face."""
     model = tiny_model(name)
     ids, mask = batch()
     expected = greedy_reference(model, ids, mask, new=12)

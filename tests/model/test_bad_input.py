@@ -124,7 +124,7 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 def test_invalid_arguments_raise_one_line() -> None:
-    """Also before a stream is iterated."""
+    """``stream`` rejects invalid arguments before it is iterated."""
     for options, message in BAD:
         arguments = {"input_ids": prompt(5), "max_new_tokens": 4, **options}
         for call in (random_pair().generate, random_pair().stream):

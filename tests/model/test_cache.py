@@ -61,7 +61,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[TreeCac
 def test_caches_are_freed_when_a_stream_ends(
     end: str, caches: list[weakref.ref[TreeCache]]
 ) -> None:
-    """Or when it is closed, although the caller keeps the stream for its output."""
+    """A finished or closed stream frees its caches, although the caller keeps it for its output."""
     stream = aligned_pair().stream(prompt(6), max_new_tokens=20)
     next(iter(stream))
     assert all(cache() is not None for cache in caches)

@@ -159,7 +159,7 @@ LLAMA3 = {
 
 
 def assert_same_outputs(one: EagleHead, other: EagleHead) -> None:
-    """At positions that tell RoPE settings apart."""
+    """Compare the outputs at positions that tell RoPE settings apart."""
     generator = torch.Generator().manual_seed(0)
     positions = torch.tensor([[0, 3, 40, 41, 200]])
     inputs = torch.randn(1, 5, 32, generator=generator), prompt(5), positions
@@ -234,7 +234,7 @@ def test_rope_is_saved_by_both_names_and_read_by_either(
 
 
 def test_head_that_fits_the_bundled_target_needs_no_other(tmp_path: Path) -> None:
-    """Given as files, or loaded; its own ``fsd.json`` counts, not the bundled head's."""
+    """A path or a loaded head suffices; the bundled head's ``fsd.json`` does not apply to it."""
     bundled = EagleFSD.from_pretrained(device_map="cpu")
     save_head(bundled.drafter, tmp_path)
     (tmp_path / "fsd.json").write_text('{"threshold": 0.25}')
@@ -296,7 +296,7 @@ def test_settings_file_sets_defaults_that_arguments_override(
 
 
 def test_lossless_calls_use_their_own_tree(folders: tuple[Path, Path]) -> None:
-    """That of the file, unless the tree is set by an argument or an assignment."""
+    """The file's lossless tree applies unless an argument or an assignment sets the tree."""
     values = {"threshold": 10.0, "total_tokens": 9, "depth": 7, "top_k": 1}
     exact = {"total_tokens": 1, "depth": 1, "top_k": 1}
     (folders[1] / "fsd.json").write_text(json.dumps({**values, "exact": exact}))

@@ -179,7 +179,7 @@ def test_changes_of_attributes_are_seen() -> None:
 
 
 def test_versions_belong_to_one_model_and_data_type(graphs: list[torch.fx.GraphModule]) -> None:
-    """Of two models, nothing else tells apart the arguments of their passes, which take turns."""
+    """Compiled versions are kept per model and data type, and they are freed with their model."""
     targets = [tiny_target(num_hidden_layers=1, seed=seed) for seed in (1, 2)]
     first, second = (EagleFSD(target, NGramDrafter(), TREE) for target in targets)
     options = {"method": "ar", "max_new_tokens": 6, **EAGER_VERIFICATION}
@@ -237,7 +237,7 @@ def test_background_compilation(
 @pytest.mark.slow
 @NEEDS_COMPILER
 def test_generated_code_gives_the_same_tokens(caplog: pytest.LogCaptureFixture) -> None:
-    """With the real compiler, and answers that cross several numbers of visible slots."""
+    """The real compiler keeps the tokens of answers that cross several numbers of visible slots."""
     forget_compiled()
     model = tiny_target(num_hidden_layers=1)
     pair = EagleFSD(model, untrained_head(model), TREE)

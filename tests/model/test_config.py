@@ -103,7 +103,7 @@ def test_named_rules_decode_or_are_rejected() -> None:
 
 
 def test_reverse_kl_is_another_name_of_kl_reversed(tmp_path: Path) -> None:
-    """Accepted wherever a divergence is named, and stored under the divergence's own name."""
+    """``reverse_kl`` names a divergence wherever one is set, and is stored as ``kl_reversed``."""
     pair = aligned_pair()
     for prefix in ("", "top_k_", "top_p_"):
         other, own = f"{prefix}reverse_kl", f"{prefix}kl_reversed"

@@ -182,7 +182,7 @@ def test_drafters_decode_as_hugging_face(drafter: str, replays: Sequence[None]) 
 
 
 def test_answers_end_where_those_of_hugging_face_end() -> None:
-    """By length, tokens and criteria, one by one; the step that is launched ahead is left out."""
+    """Rows end by length, token or criterion, and the step launched ahead adds no tokens."""
     pair, (ids, mask) = PAIRS["aligned"](), prompts(4)
     free = greedy_reference(pair.model, ids, mask, new=40)[:, ids.shape[1] :]
     cases: list[tuple[int, int, dict[str, Any]]] = [(3, new, {}) for new in (1, 2, 3, 4, 5, 11)]

@@ -35,7 +35,7 @@ from eagle_fsd import AcceptanceConfig, EagleFSD, SamplingConfig
 
 @pytest.mark.parametrize("eos", [False, True])
 def test_custom_generate_output_matches_hugging_face(eos: bool) -> None:
-    """Including the call's padding token behind rows that ended."""
+    """Output equals Hugging Face's, including the call's padding token after rows that ended."""
     pair = aligned_pair()
     for rows in (1, 4):
         ids, mask = (item[:rows] for item in batch())
@@ -68,7 +68,7 @@ def test_custom_generate_samples_with_the_options_of_the_call() -> None:
 
 
 def _penalty(penalty: float, mask: Tensor) -> RepetitionPenaltyLogitsProcessor:
-    """As ``generate`` builds it: since transformers 5.21 it ignores the padding on the left."""
+    """Build the processor like ``generate``: since transformers 5.21 it ignores left padding."""
     try:
         return RepetitionPenaltyLogitsProcessor(penalty, (mask == 0).sum(1))
     except ValueError:
@@ -82,7 +82,7 @@ def _penalty(penalty: float, mask: Tensor) -> RepetitionPenaltyLogitsProcessor:
 def test_custom_generate_warps_target_and_draft_like_generate(
     threshold: float, selection: str, divergence_on: str, penalty: float | None
 ) -> None:
-    """Of the logits processors, those before temperature and top-p apply to the target only."""
+    """Logits processors before temperature and top-p apply to the target only."""
     pair, (ids, mask) = aligned_pair(context=0.3), batch()
     options = {"temperature": 0.5, "top_p": 0.8, "top_k": 0, "seed": 5}
     relaxed = {"threshold": threshold, "selection": selection, "divergence_on": divergence_on}
@@ -195,7 +195,7 @@ def _sample(pair: EagleFSD, ids: Tensor, mask: Tensor, **options: Any) -> Tensor
 
 
 def test_num_return_sequences_repeats_every_prompt() -> None:
-    """Also for processors that hold the tokens of every prompt once."""
+    """Processors that hold the tokens of each prompt once apply to all of its sequences."""
     pair, options = aligned_pair(context=0.3), {"encoder_no_repeat_ngram_size": 1}
     ids, mask = left_padded(prompt(9, 1), prompt(4, 2))
     found = _sample(pair, ids, mask, num_return_sequences=3, seed=2, **options)

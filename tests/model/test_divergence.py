@@ -142,7 +142,7 @@ def test_divergence_reduces_the_last_dimension() -> None:
 @settings(max_examples=30)
 @given(logit_pairs())
 def test_divergence_of_finite_logits_is_finite_and_in_range(pair: tuple[Tensor, Tensor]) -> None:
-    """Also where a log-probability has underflowed to ``-inf``; equal ones have divergence 0."""
+    """Divergences are finite where a log-probability underflows, and 0 for equal inputs."""
     log_p, log_q = (F.log_softmax(logits, -1) for logits in pair)
     for name, divergence in DIVERGENCES.items():
         value = divergence(log_p, log_q).item()
@@ -162,7 +162,7 @@ def _tied_pair(seed: int, size: int, levels: int) -> tuple[Array, Array]:
 def test_divergence_does_not_depend_on_the_order_of_the_vocabulary(
     seed: int, size: int, levels: int, masked: bool
 ) -> None:
-    """Whichever of several tied tokens ``topk`` and ``sort`` put first, also masked ones."""
+    """Permuting the vocabulary does not change a divergence, even with tied or masked tokens."""
     p, q = _tied_pair(seed, size, levels)
     if masked:
         p[p < p.max()] = -np.inf

@@ -114,7 +114,7 @@ def test_target_as_its_own_draft_model_accepts_every_chain(
 def test_distributions_are_those_of_plain_passes(
     make: Callable[[], PreTrainedModel], tree: TreeConfig
 ) -> None:
-    """At every expanded node of three trees, with windows shorter than the trees are deep."""
+    """All expanded nodes match plain passes, also with windows shorter than the trees are deep."""
     draft, rule = make(), RecordingRule()
     model = EagleFSD(aligned_pair().model, DraftModel(draft), tree)
     prompts = [prompt(9, 1), prompt(3, 2), prompt(1, 3)]
@@ -203,7 +203,7 @@ def target(tmp_path: Path) -> Target:
 
 
 def test_draft_model_is_loaded_in_the_target_s_dtype(target: Target, tmp_path: Path) -> None:
-    """Without a tokenizer, and with an equal one."""
+    """A draft model may come without a tokenizer or with one equal to the target's."""
     small(dtype=torch.float16).save_pretrained(tmp_path / "draft")
     assert load_draft_model(tmp_path / "draft", target).dtype == torch.float32
     tokenizer().save_pretrained(tmp_path / "draft")

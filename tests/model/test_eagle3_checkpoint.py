@@ -240,7 +240,7 @@ def test_layouts_have_the_names_that_others_read(model: PreTrainedModel, tmp_pat
 
 
 def test_declared_rule(model: PreTrainedModel, tmp_path: Path) -> None:
-    """None where it is lossless."""
+    """A declared rule is read unless it is lossless, and invalid fields raise an error."""
     head, rule = untrained_eagle3(model), TopKRule(5, ratio=0.25)
     with pytest.raises(ValueError, match="declares no acceptance rule"):
         save_eagle3(head, tmp_path, "eagle", rule=rule)

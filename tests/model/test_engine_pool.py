@@ -148,7 +148,7 @@ def test_graphs_are_captured_again_when_something_they_depend_on_changes(
 def test_everything_is_freed_with_the_model(
     captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
 ) -> None:
-    """Without the garbage collector; a copy has engines of its own."""
+    """Engines are freed without the garbage collector, and a copied model has its own."""
     pair = fresh()
     expected = pair.generate(prompt(6), max_new_tokens=12).sequences
     assert torch.equal(

@@ -72,7 +72,7 @@ def alone(pair: EagleFSD, item: Prompt) -> tuple[list[int], list[int]]:
 def test_every_answer_is_the_one_that_its_prompt_gets_alone(
     items: list[Prompt], rows: int, chunk: int, aligned: bool
 ) -> None:
-    """Whatever the order, lengths, stop conditions, settings and sizes of the batch."""
+    """Answers do not depend on the batch's order, size, lengths, settings or stop conditions."""
     pair = aligned_pair() if aligned else random_pair()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "PREFILL_CHUNK", chunk)
@@ -123,7 +123,7 @@ def test_chats_that_take_turns_keep_their_beginnings() -> None:
 
 
 def test_cancelled_answers_leave_at_once_and_change_no_other() -> None:
-    """Waiting, while its prompt is processed, and while it is decoded."""
+    """A waiting, prefilling or decoding request can be cancelled without changing other answers."""
     pair = aligned_pair()
     batch = pair.batch(3)
     answers = [batch.add(pair.request(prompt(5, number)[0], 30)) for number in range(4)]
@@ -150,7 +150,7 @@ def test_cancelled_answers_leave_at_once_and_change_no_other() -> None:
 def test_out_of_memory_halves_the_batch_and_loses_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of answers that are decoded in different ways."""
+    """Rows with different options keep their answers when memory runs out twice."""
     pair, step = aligned_pair(), Engine.step
     failures = [
         (3, torch.OutOfMemoryError("CUDA out of memory")),
@@ -179,7 +179,7 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(
 
 
 def test_batch_is_limited_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the rows for which there is memory; longer prompts are rejected with the numbers."""
+    """Rows wait for free memory, and prompts that never fit are rejected with the numbers."""
     pair = aligned_pair()
     pair.generate(prompt(4), max_new_tokens=4)  # so that the layout of the caches is known
     row = Engine(pair.target, pair.drafter, pair.tree).row_bytes(40)
@@ -250,7 +250,7 @@ def test_processor_that_leaves_no_token_fails_its_answer_only(
 
 
 def test_a_seed_gives_the_same_answer_with_and_without_draft_trees() -> None:
-    """At ``T = 0``, whatever the shape of the trees: numbers depend on the tokens before them."""
+    """At ``T = 0``, random numbers depend on the seed and the tokens before, not on the trees."""
     pair = aligned_pair()
     options = {"max_new_tokens": 30, "temperature": 1.2, "top_p": 0.9, "seed": 5}
     expected = pair.generate(prompt(6), method="ar", **options).sequences
@@ -264,7 +264,7 @@ def test_a_seed_gives_the_same_answer_with_and_without_draft_trees() -> None:
 
 
 def test_trees_follow_the_number_of_rows() -> None:
-    """Down to plain decoding and up again, without changing a token of a lossless answer."""
+    """Lossless answers stay the same while trees shrink to plain decoding and grow again."""
     given = aligned_pair()
     pair = EagleFSD(given.model, given.drafter, given.tree)
     for threshold in (0.0, 0.4):

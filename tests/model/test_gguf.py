@@ -57,7 +57,7 @@ def assert_weights_are_the_files(model: PreTrainedModel, file: Path) -> None:
 def test_a_file_is_a_target(
     tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture, run: Callable[..., tuple]
 ) -> None:
-    """By its path or its folder, in Python and on the command line; converted once."""
+    """Python and the command line accept a GGUF file or its folder, and it is converted once."""
     file = write_gguf(tmp_path / "tiny.gguf")
     with caplog.at_level(logging.WARNING, "eagle_fsd"):
         pair = EagleFSD.from_pretrained(file, "ngram")

@@ -107,7 +107,7 @@ def test_unknown_dtype_or_device_raises_one_line(folder: Path) -> None:
 
 @without_gpu
 def test_dtype_on_a_cpu_defaults_to_float32(folder: Path) -> None:
-    """Also when ``"auto"`` finds no GPU; the argument overrides it."""
+    """Models are in float32 also when ``"auto"`` finds no GPU, unless ``dtype`` is given."""
     for device_map in (None, "auto", "cpu", torch.device("cpu"), {"": "cpu"}):
         model = load_target(folder, device_map=device_map)
         assert (model.dtype, model.device.type) == (torch.float32, "cpu")
@@ -192,7 +192,7 @@ def assert_same_embeddings(part: PreTrainedModel, whole: PreTrainedModel) -> Non
 def test_embeddings_equal_those_of_the_whole_target(
     family: str, dtype: str | None, tmp_path: Path
 ) -> None:
-    """Bit for bit, and no file with layers is opened: they are deleted."""
+    """Embeddings loaded without the layers' files equal the whole target's bit for bit."""
     folder = save_family(family, tmp_path, max_shard_size="5KB")
     whole = load_target(folder, dtype)
     assert remove_layers(folder) > 2
@@ -254,7 +254,7 @@ def test_embeddings_that_cannot_be_loaded_alone_raise_one_line(tmp_path: Path) -
 
 
 def test_loading_option_for_a_loaded_target_raises(folder: Path) -> None:
-    """Including misspelled names, which would otherwise be ignored."""
+    """Loading options for a loaded target and misspelled options raise a TypeError."""
     model = tiny_target()
     head = untrained_head(model)
     for options, names in (
@@ -271,7 +271,7 @@ def test_loading_option_for_a_loaded_target_raises(folder: Path) -> None:
 
 
 def test_tokenizer_without_a_padding_token_pads_with_its_end_token(folder: Path) -> None:
-    """On the left. The attention mask then tells padding from end tokens."""
+    """Padding is on the left, and the attention mask tells it from real end tokens."""
     pair = EagleFSD.from_pretrained(folder, untrained_head(tiny_target()))
     found = pair.tokenizer
     assert found.pad_token_id == found.eos_token_id == 5

@@ -73,7 +73,7 @@ def test_greedy_output_does_not_depend_on_the_tree(
 
 
 def test_threshold_zero_is_lossless_with_any_fallback_and_selection() -> None:
-    """Also outside a phase; and a closed gate does not stop a path of exact tokens."""
+    """Decoding is lossless also outside a phase, and a closed gate lets exact tokens pass."""
     ids, mask = batch()
     phase = PhaseRule(FuzzyRule(ACCEPT_ALL), 98, 98)
     for rule, selection, fallback in (

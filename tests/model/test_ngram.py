@@ -89,7 +89,7 @@ def test_prompt_lookup_agrees_with_its_definition(
 
 @given(st.lists(sequences, min_size=1, max_size=3), st.integers(1, 4), st.integers(0, 3))
 def test_table_counts_every_ngram(rows: list[list[int]], min_order: int, more: int) -> None:
-    """Over several rows, backing off to the longest context that was seen."""
+    """Counts include all rows, and lookup backs off to the longest context that was seen."""
     order = min_order + more
     drafter = AdaptiveNGramDrafter(order, min_order)
     for row in rows:
@@ -131,7 +131,7 @@ def test_invalid_option_is_named() -> None:
 def test_tree_holds_the_most_probable_nodes(
     tokens: list[int], size: int, depth: int, width: int
 ) -> None:
-    """Compared with all paths, enumerated."""
+    """The tree's nodes are the most probable ones of all enumerated paths."""
     drafter = AdaptiveNGramDrafter(3, 1)
     row = drafter.new_row()
     for token in tokens:

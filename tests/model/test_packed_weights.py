@@ -73,7 +73,7 @@ def test_packed_weights_end_with_the_weight_and_have_a_limit(
 
 
 def test_trees_decode_as_generate_with_a_large_vocabulary() -> None:
-    """Also after somebody merged an adapter into the projection."""
+    """Greedy decoding matches ``generate`` before and after the projection changes in place."""
     target = tiny_target(vocab_size=OUTPUTS, hidden_size=WIDTH)
     model = EagleFSD(target, untrained_head(target), TreeConfig(total_tokens=8, depth=3, top_k=2))
     prompt = torch.randint(0, OUTPUTS, (1, 9), generator=torch.Generator().manual_seed(0))

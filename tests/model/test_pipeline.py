@@ -136,7 +136,7 @@ def test_statistics_agree_with_the_emitted_tokens(threshold: float) -> None:
 
 
 def test_numpy_scalars_and_tensors_count_as_numbers() -> None:
-    """For every numeric option of a call and of the tree."""
+    """All numeric options of a call and of the tree accept NumPy scalars and scalar tensors."""
     pair, ids = aligned_pair(), prompt(6, 3)
     options: dict[str, Any] = {
         "max_new_tokens": 12,
@@ -193,7 +193,7 @@ def test_temperature_below_the_minimum_is_greedy() -> None:
     ],
 )
 def test_log_probabilities_match_a_plain_pass(options: dict[str, Any]) -> None:
-    """Over each finished sequence; chunks have no details unless requested."""
+    """Reported log-probabilities equal a plain pass's; chunks have no details unless requested."""
     pair = aligned_pair()
     ids, mask = batch()
     options = {"max_new_tokens": 16, "eos_token_id": [], **options}

@@ -38,7 +38,7 @@ DRAFTERS: dict[str, Callable[[], EagleFSD]] = {
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_turns_process_only_new_tokens_and_give_the_same_answers(drafter: str) -> None:
-    """Of the earlier turns, at most the tokens of the last step are processed again."""
+    """A turn reprocesses at most the tokens of the last step before it."""
     model = DRAFTERS[drafter]()
     ways: list[tuple[list[int], dict[str, Any]]] = [
         ([3], {"threshold": ACCEPT_ALL}),
@@ -76,7 +76,7 @@ def test_answers_do_not_depend_on_earlier_turns(turns: list[tuple[int, int]]) ->
 
 
 def test_interrupted_call_leaves_the_cache_usable() -> None:
-    """After two steps, and in the middle of a pass of the target."""
+    """A cache stays usable after a stream ends early and after an exception in a target pass."""
     model, cache = aligned_pair(), PrefixCache()
     ids = [3, 17, 5, 40, 8]
     with model.stream(torch.tensor([ids]), max_new_tokens=NEW, prefix_cache=cache) as stream:

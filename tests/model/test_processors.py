@@ -89,7 +89,7 @@ def _seeded(row: tuple[int, ...]) -> torch.Generator:
 
 
 def test_processor_is_called_with_prefixes_of_the_tree_only() -> None:
-    """Without padding: a user's processor may parse prefixes and reject invalid ones."""
+    """A processor sees prefixes without padding, so it may parse them and reject invalid ones."""
     pair = aligned_pair()
     rule, processor, ids = RecordingRule(), HashProcessor(0.5), prompt(6, 3)
     prefixes, expected = [ids[0].tolist()], set()
@@ -158,7 +158,7 @@ def test_dead_ends_outside_the_answer_do_not_matter(value: float, method: str) -
 
 
 def test_masked_tokens_are_never_emitted_at_any_threshold() -> None:
-    """Suppressed ones, and all but the most likely one by top-k."""
+    """Accepting every draft emits no suppressed token and none outside a top-k of 1."""
     pair, ids = aligned_pair(), prompt(6, 3)
     expected = greedy_reference(pair.model, ids, new=16)
     for selection in ("longest", "target", "sample"):

@@ -184,7 +184,7 @@ def _fsd_law(
 def test_exact_sampling_has_the_distribution_of_the_target(
     temperature: float, top_p: float
 ) -> None:
-    """Lossless at ``T = 0``, with 200,000 rows."""
+    """The first two tokens of 200,000 rows at ``T = 0`` follow the target's distribution."""
     models, rows = Models.make(seed=1, noise=0.5), 200_000
     law = _exact_law(models, temperature, top_p)
     counts = sum(_first_two(models, ExactRule(), rows, 7, temperature, top_p))

@@ -56,7 +56,7 @@ def test_output_does_not_depend_on_the_prefill_chunk(
     ],
 )
 def test_sliding_windows_match_hugging_face(architecture: str, options: dict[str, Any]) -> None:
-    """In all layers or some, with prompts shorter and longer than the window, and short windows."""
+    """All or some layers have windows, and prompts are shorter and longer than the windows."""
     model = tiny_target(architecture, **options)
     pair = EagleFSD(model, untrained_head(model), small_tree())
     ids, mask = left_padded(prompt(7, 1), prompt(1, 2), prompt(20, 3))
@@ -82,7 +82,7 @@ def test_unsupported_targets_are_rejected() -> None:
 
 
 def test_decoding_does_not_change_the_model() -> None:
-    """Also when a pass fails."""
+    """Neither a successful nor a failed pass leaves hooks or changed settings behind."""
     model, ids = tiny_target(), prompt(7)
     before = greedy_reference(model, ids, new=8)
     pair = EagleFSD(model, untrained_head(model))

@@ -50,7 +50,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_both_processes_decode_what_one_decodes(split: list[dict[str, Any]]) -> None:
-    """Token for token in float32, with the same origins in the same number of passes."""
+    """Two processes produce the same tokens, origins and number of passes as one, in float32."""
     single = worker.results(aligned_pair().model)
     sequences = [single[name][0] for name in worker.CALLS if name not in ("plain", "exact")]
     assert len({tuple(item.flatten().tolist()) for item in sequences}) >= 3
@@ -75,7 +75,7 @@ def test_pairs_from_files_decode_what_one_process_decodes(
 
 @pytest.mark.slow
 def test_layers_are_split_and_numbers_agreed(split: list[dict[str, Any]]) -> None:
-    """Among them seeds, although the processes' global generators have different ones."""
+    """Processes share each layer and agree on seeds, although their global generators differ."""
     torch.testing.assert_close(split[0]["unseeded"], split[1]["unseeded"], rtol=0, atol=0)
     assert [found["rows"] for found in split] == [MODEL_SIZES["intermediate_size"] // 2] * 2
     assert [found["agreed"] for found in split] == [5, 5]

@@ -76,7 +76,7 @@ def test_largest_values_are_found(size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_draw_inverts_the_cumulative_distribution(size: int) -> None:
-    """For 10,000 numbers; a token without weight is never returned."""
+    """Draws invert the distribution for 10,000 numbers and never return a token without weight."""
     weights = exp(_random(1, size))
     weights[:, ::3] = 0.0
     uniform = torch.linspace(0, 1, 10_001, dtype=torch.float64)[:-1]
@@ -102,7 +102,7 @@ def test_draw_inverts_the_cumulative_distribution(size: int) -> None:
 @pytest.mark.usefixtures("_chunks")
 @pytest.mark.parametrize("size", [509, 1024])
 def test_warp_has_the_support_of_hugging_faces_warpers(size: int) -> None:
-    """For 40 rows, some peaked and some nearly uniform; every sample is in the support."""
+    """Peaked and nearly uniform rows keep Hugging Face's support, and all samples are inside it."""
     scale = torch.tensor([0.01, 1.0, 3.0, 10.0]).repeat(10)[:, None]
     logits = scale * _random(40, size, scale=1.0)
     uniform = torch.rand(1, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -183,7 +183,7 @@ def _tree(size: int, tokens: int = 60, rows: int = 1) -> DraftTree:
 def test_verification_needs_little_memory_beyond_the_logits(
     name: str, sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At most 24 chunks of float32, where one ``[N, V]`` tensor has 60; no noise tensor."""
+    """The peak is below 24 chunks of float32, where one ``[N, V]`` tensor would take 60."""
     size = 4096
     monkeypatch.setattr(vocabulary, "CHUNK", size)
     tree, logits = _tree(size), _random(1, 60, size)

@@ -72,7 +72,7 @@ LENGTHS = st.lists(st.integers(2, 64), max_size=200)
 
 @given(LENGTHS, st.integers(64, 300), SEEDS)
 def test_packed_batches_never_exceed_the_budget(lengths: list[int], tokens: int, seed: int) -> None:
-    """Padding included; and a chat moves to a new batch only if it does not fit."""
+    """Padding counts toward the budget, and a chat starts a new batch only if it does not fit."""
     chats = [3 * number + 1 for number in range(len(lengths))]
     batches = pack_batches(chats, lengths, tokens, seed)
     assert sorted(chain(*batches)) == chats
@@ -87,7 +87,7 @@ def test_packed_batches_never_exceed_the_budget(lengths: list[int], tokens: int,
 def test_processes_share_the_packed_batches_of_every_epoch(
     count: int, seed: int, processes: int
 ) -> None:
-    """In groups: each process takes one batch of a group, or a filler in the last one."""
+    """Each process takes one batch of every group, or a filler in the last group."""
     batches = [[2 * number, 2 * number + 1] for number in range(count)]
     whole = shared_batches(batches, seed, epoch=3)
     assert sorted(whole) == batches
@@ -178,7 +178,7 @@ class Recorded(Dataset[Example]):
 
 
 def test_contribution_is_checked_up_to_the_first_chat_that_has_some() -> None:
-    """In random order: chats that contribute nothing may come first in a file."""
+    """Chats are read in random order, as a file may begin with some that contribute nothing."""
     data = Recorded([number >= 500 for number in range(1000)], {})
     check_contribution(data, range(1000), seed=0)
     assert len(data.read) < 20

@@ -106,7 +106,7 @@ def test_features_are_hidden_states_of_the_target() -> None:
 def test_features_are_stored_for_one_type_of_head(
     train: Train, target: Path, data: Path, tmp_path: Path
 ) -> None:
-    """In bfloat16. Those for another type of head are refused."""
+    """Features are stored in bfloat16, and features for another type of head are rejected."""
     request = FeaturesRequest(data=data, out=tmp_path / "features", target=target, max_length=64)
     store_features(request.updated(head_type="eagle3"))
     store = FeatureStore(request.out)
@@ -165,7 +165,7 @@ def test_draft_vocabulary_is_that_of_the_answers(
 
 
 def test_unrolled_runs_match_decoding() -> None:
-    """From every root: the chat up to it in the cache, then a chain on the head's own outputs."""
+    """At every root, runs equal cached drafting of a chain on the head's own outputs."""
     for flags in FLAGS:
         head = make_head(**flags)
         head.plain = False  # transformers computes norms in float32
@@ -188,7 +188,7 @@ def test_unrolled_runs_match_decoding() -> None:
 
 
 def test_losses_are_those_of_eagle3() -> None:
-    """As in ``eagle/traineagle3/cnets.py``, but a mean over the runs instead of a sum.
+    """The losses are those of ``eagle/traineagle3/cnets.py``, averaged over the runs.
 
     Position by position: the target's distribution is the softmax of its logits of the draft's
     vocabulary, and a position counts if the most likely token of all is among them.
@@ -253,7 +253,7 @@ def test_new_heads_and_their_copies() -> None:
 
 
 def test_training_writes_a_head_that_decodes(train: Train, target: Path) -> None:
-    """Losslessly at ``T = 0``, like every drafter."""
+    """A trained head decodes losslessly at ``T = 0``, like every drafter."""
     options = {**EAGLE3, "validation": 1, "validate_every": 5, "draft_vocab_size": 200}
     out = train(norm_output=True, fc_norm=True, **options)
     for line in read_metrics(out):
@@ -342,7 +342,7 @@ def test_export_computes_what_the_head_computes(
 
 
 def test_tokens_of_answers_are_ranked_by_frequency(tmp_path: Path) -> None:
-    """Counted again with the data set's own masks; unseen tokens follow in ascending order."""
+    """Ranks match a recount with the data set's masks; unseen tokens follow in ascending order."""
     write_chats(tmp_path / "chats.jsonl", 20, 3)
     request = RanksRequest(data=tmp_path / "chats.jsonl", out=tmp_path / "head" / "ranks")
     occurring = rank_tokens(request)

@@ -115,7 +115,7 @@ def test_each_engine_finds_its_tensors_and_fields(
 
 
 def test_exports_compute_what_the_head_computes(tmp_path: Path) -> None:
-    """Read by us and as engines do, for every kind of bias, and whatever the files' names."""
+    """Exports read here or as engines do give the head's outputs, with any bias or field names."""
     llama, scaled = "llama-linear-rope-tied", "llama-grouped-llama3-rope"
     cases: list[tuple[str, ExportFormat, bool, dict[str, Any]]] = [
         (llama, "eagle", True, {}),

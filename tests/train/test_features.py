@@ -83,7 +83,7 @@ def same_example(one: Example, other: Example) -> bool:
 
 
 def test_stored_features_equal_computed_ones(store: FeatureStore, source: Source) -> None:
-    """Up to the precision of bfloat16."""
+    """Stored features equal computed ones up to the precision of bfloat16."""
     assert (len(store), store.complete) == (COUNT, True)
     assert len(store.shards) > 3
     for index in range(COUNT):
@@ -111,7 +111,7 @@ def test_worker_processes_open_shards_for_themselves(store: FeatureStore) -> Non
 
 
 def test_noise_depends_on_the_chat_and_the_seed_only(store: FeatureStore) -> None:
-    """Not on the row, the batch or its padding."""
+    """Noise does not depend on a chat's row, its batch or its padding."""
     together, alone = collate([store[3], store[4]]), collate([store[4]])
     noisy = add_noise(together.features[:, :-1], together, 0.1, seed=5)
     other = add_noise(alone.features[:, :-1], alone, 0.1, seed=5)
@@ -156,7 +156,7 @@ def test_chats_that_the_template_rejects_are_reported(
 
 
 def test_interrupted_writing_resumes(store: FeatureStore, source: Source, tmp_path: Path) -> None:
-    """In a shard, before the index, and before the index is renamed (as every other file is)."""
+    """Writing resumes after a kill in a shard, before the index, and before its renaming."""
     moments = {
         "in_shard": lambda after: (feature_store, "save_file", after + 1, write_half),
         "before_index": lambda after: (feature_store, "atomic_write", after + 1, lambda *_: None),
@@ -241,7 +241,7 @@ def test_features_of_other_data_are_not_resumed(
 def test_training_on_stored_features_equals_training_on_chats(
     train: Train, store: FeatureStore, source: Source, target: Path, tmp_path: Path
 ) -> None:
-    """Up to rounding, with all chats in one batch: the two sort batches by different lengths."""
+    """Losses agree up to rounding; one batch holds all chats, as the two sort them differently."""
     settings = {"max_length": MAX_LENGTH, "batch_size": COUNT, "max_steps": 6}
     fresh = train_here(source.chats.file.path, tmp_path / "fresh", target, **settings)
     stored = train("stored", features=store.folder, **settings)

@@ -58,7 +58,7 @@ def gradients(losses: HeadLosses, given: Inputs) -> tuple[dict[str, Tensor], dic
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_unrolled_runs_match_decoding(architecture: str) -> None:
-    """From every root: the chat up to it in the cache, then a chain on the head's own features."""
+    """At every root, runs equal cached drafting of a chain on the head's own features."""
     model = tiny_target(architecture, dtype=torch.float64)  # it amplifies small differences
     head = untrained_head(model.requires_grad_(False)).attach(Target(model))
     head.plain = False  # transformers computes norms in float32

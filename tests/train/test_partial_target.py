@@ -138,7 +138,7 @@ def test_training_with_offloaded_parts(
 def test_commands_accept_a_device_map(
     succeed: Any, refused: Any, target: Path, data: Path, tmp_path: Path
 ) -> None:
-    """Under two names, and for one process only."""
+    """Commands accept ``--device`` and ``--device-map``, but a map requires a single process."""
     store = ("train", "features", "--data", data, "--target", target, "--out")
     rewrite = ("train", "regenerate", "--data", data, "--out")
     succeed(*store, tmp_path / "features", "--max-length", 64, "--device-map", "auto")

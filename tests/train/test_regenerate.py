@@ -106,7 +106,7 @@ def test_greedy_answer_is_the_targets_answer_to_the_rewritten_chat(
 def test_interrupted_run_resumes_to_the_same_result(
     rewrite: LocalRewriting, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    """With some complete lines and part of another, and another batch size."""
+    """A run resumes from complete and partial lines, also with another batch size."""
     lines = uninterrupted.read_text().splitlines(keepends=True)
     out = tmp_path / "chats.jsonl"
     shutil.copy(f"{uninterrupted}.meta.json", f"{out}.meta.json")
@@ -122,7 +122,7 @@ def test_interrupted_run_resumes_to_the_same_result(
 def test_output_of_other_options_is_rejected(
     rewrite: LocalRewriting, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    """Or without a fingerprint. One of an earlier version has no top_p, but a batch size."""
+    """Output without a fingerprint is rejected, but an earlier version's fingerprint is valid."""
     out, meta = tmp_path / "chats.jsonl", tmp_path / "chats.jsonl.meta.json"
     shutil.copy(uninterrupted, tmp_path / "chats.jsonl.part1")
     with pytest.raises(ValueError, match=OTHERS):

@@ -107,7 +107,7 @@ def is_first_turn(messages: Messages, number: int) -> bool:
 
 
 def test_turns_follow_the_rewritten_ones_before_them(rewrite: ServerRewriting) -> None:
-    """And the output of other options is rejected."""
+    """Each turn is rewritten after those before it, and output of other options is rejected."""
     reported: list[tuple[int, int]] = []
     counted: list[int] = []
     rewritten = rewrite(
@@ -134,7 +134,7 @@ def test_turns_follow_the_rewritten_ones_before_them(rewrite: ServerRewriting) -
 
 
 def test_failing_server_ends_the_run_which_resumes(rewrite: ServerRewriting) -> None:
-    """After a retry; the chats rewritten before are kept, and the result is that of one run."""
+    """A run that fails after a retry keeps its chats, and resuming it gives one run's result."""
     rewrite.reject(500, "broken", lambda messages: is_first_turn(messages, 5))
     with pytest.raises(ValueError, match=r"org/target at .* failed \(500, broken\); .* saved") as e:
         rewrite(concurrency=2, retries=1)
@@ -277,7 +277,7 @@ def test_ctrl_c_completes_the_chats_in_progress(
 def test_second_ctrl_c_stops_at_once(
     rewrite: ServerRewriting, run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without waiting for the replies."""
+    """The second Ctrl-C ends the command without waiting for the replies."""
     over = threading.Event()
 
     def wait(messages: Messages) -> None:

@@ -45,7 +45,7 @@ def write(out: Path, count: int = 4, **options: Any) -> list[dict[str, Any]]:
 
 
 def test_headers_of_templates() -> None:
-    """Derived by rendering a message; a template without one is refused."""
+    """Headers are derived by rendering a message, and a template without one is rejected."""
     tokenizer = copy.deepcopy(load_tokenizer(BUNDLED_TARGET))
     system = [{"role": "system", "content": "Be brief."}]
     for template, chat, header, footer in (
@@ -119,7 +119,7 @@ def test_sieve_decides_in_the_order_of_chats() -> None:
 
 
 def test_result_depends_on_neither_batch_nor_interruption(tmp_path: Path) -> None:
-    """In float32; and a larger count continues. System prompts and prefixes take turns."""
+    """In float32 the result is reproducible, a larger count extends it, and prefixes take turns."""
     systems = ("Be brief.", "Be kind.")
     options: dict[str, Any] = {"dtype": "float32", "turns": 2, "seed": 3, "system": systems}
     out = tmp_path / "chats.jsonl"
@@ -171,7 +171,7 @@ class StubServer(StubEndpoint):
 
 
 def test_a_server_writes_chats(tmp_path: Path) -> None:
-    """From raw prompts that end with the header; what it rejects or truncates is dropped."""
+    """Raw prompts end with the header, and chats the server rejects or truncates are dropped."""
     stub = StubServer()
     try:
         server = RegenerateServer(base_url=stub.url, model="org/target", concurrency=2)

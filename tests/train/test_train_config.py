@@ -20,7 +20,7 @@ from eagle_fsd.train.config import DivergenceLoss, TrainConfig, TrainRequest, re
 
 
 def test_defaults_are_those_of_eagle() -> None:
-    """As in arXiv 2401.15077 and the authors' training script; wider heads learn more slowly."""
+    """Defaults follow arXiv 2401.15077 and the authors' script; wider heads learn more slowly."""
     config = TrainConfig()
     assert (config.beta1, config.beta2) == (0.9, 0.95)
     assert (config.clip, config.noise, config.warmup) == (0.5, 0.1, 2000)

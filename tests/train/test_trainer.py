@@ -101,7 +101,7 @@ def test_loss_falls(train: Train) -> None:
 def test_training_starts_from_a_head(
     train: Train, target: Path, data: Path, tmp_path: Path
 ) -> None:
-    """With a learning rate of zero it keeps all weights, the bias and an embedding included."""
+    """A learning rate of zero keeps all weights, the bias and an embedding included."""
     wrapped = Target(load_target(target))
     head = EagleHead(wrapped.config, True).attach(wrapped)
     embedding = torch.randn_like(wrapped.embed.weight)
@@ -141,7 +141,7 @@ MOMENTS: dict[str, Any] = {
 def test_killed_then_resumed_training_gives_the_same_weights(
     train: Train, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    """Bit for bit, and with the same metrics."""
+    """Resumed training has the weights of uninterrupted training, bit for bit, and its metrics."""
     for name, moment in MOMENTS.items():
         with killed(*moment):
             train(name, **VALIDATED)
@@ -174,7 +174,7 @@ def test_other_trainings_resume_to_the_same_weights(train: Train, tmp_path: Path
 def test_checkpoint_saves_a_usable_head(
     train: Train, uninterrupted: Path, target: Path, tmp_path: Path
 ) -> None:
-    """Also with stored features, which an interrupted training keeps and a complete one deletes."""
+    """Interrupted training leaves a usable head; only complete training deletes stored features."""
     stored = {**VALIDATED, "store_features": True, "dtype": "float32"}
     with killed(*IN_MID_EPOCH):
         train(**stored)

@@ -44,7 +44,7 @@ def test_rewritten_chats_can_be_trained_on(
     rewritten = tmp_path / "chats.jsonl"
     arguments = ("train", "regenerate", "--data", data, "--max-new-tokens", 4, "--out", rewritten)
     for _ in range(2):  # the second time there is nothing to do
-        assert "10 rewritten chats are in" in succeed(*arguments)[1]
+        assert "10 rewritten chats are in" in succeed(*arguments)[0]
     assert len(ChatFile(rewritten)) == 10
     out, rewritten = tmp_path / "out", tmp_path / "out-regenerated.jsonl"
     succeed(*command(data, out, target, "--regenerate", max_steps=2))
@@ -74,7 +74,7 @@ def test_trained_head_is_exported(
 def test_invalid_arguments_are_reported_in_one_line(
     refused: Any, run: Run, target: Path, data: Path, tmp_path: Path
 ) -> None:
-    """And nothing is written. In the last two cases, every chat is truncated before its answer."""
+    """No invalid argument writes a file; the last two cases truncate all chats before an answer."""
     out, features = tmp_path / "out", tmp_path / "features"
     source = ("--data", data, "--target", target, "--max-length", 8)
     assert run("train", "features", *source, "--out", features)[0] == 0

@@ -130,7 +130,7 @@ main()
 def test_two_processes_store_the_features_of_one(
     succeed: Any, target: Path, tmp_path: Path, two_processes: list[str]
 ) -> None:
-    """Although one of them is killed, and they are started again."""
+    """Two processes store one process's features, even if one is killed and both are restarted."""
     chats = write_chats(tmp_path / "chats.jsonl", 130)
     arguments = ["train", "features", "--data", str(chats), "--target", str(target), "--out"]
     one, two, script = tmp_path / "one", tmp_path / "two", tmp_path / "killed.py"

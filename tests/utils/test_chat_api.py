@@ -13,7 +13,7 @@ TIMEOUT = 100
 
 
 def test_items_are_requested_when_a_thread_is_free() -> None:
-    """So that the caller can stop them, and never by two threads at once."""
+    """Items are requested late, so the caller can stop them, and by one thread at a time."""
     requested: list[int] = []
     stop = threading.Event()
     busy = threading.Lock()

@@ -63,7 +63,7 @@ def test_fastchat_template_matches_fastchat(tokenizer: PreTrainedTokenizerBase) 
 
 
 def test_fastchat_template_is_not_changed_by_rendering() -> None:
-    """Neither by earlier chats nor by the example messages of some templates."""
+    """Earlier chats and example messages do not change a FastChat template."""
     template = FastChatTemplate("one_shot")
     first = template.render(CHAT[:1])
     template.render([{"role": "system", "content": "Be brief."}, *CHAT])

@@ -46,7 +46,7 @@ def test_atomic_path_keeps_the_old_file_on_failure(tmp_path: Path) -> None:
 
 
 def test_files_have_the_permissions_of_new_files(tmp_path: Path) -> None:
-    """Also if a library creates the file with others."""
+    """Permissions follow the umask, even if a library creates the file with others."""
     for mask in (0o022, 0o077):
         before = os.umask(mask)
         try:

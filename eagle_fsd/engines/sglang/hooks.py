@@ -19,7 +19,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor
 
 from eagle_fsd.engines.settings import (
-    changed_signatures,
+    check_version,
     check_weights,
     describe,
     find_settings,
@@ -73,12 +73,7 @@ def install() -> None:
             f"SGLang verifies trees without the draft's distributions; eagle_fsd's {settings.label}"
             " needs them or a random number of its own: set another rule"
         )
-    changed = changed_signatures(SIGNATURES)
-    if changed or sglang_version != VERSION:
-        raise OptionsError(
-            f"this version of eagle_fsd supports SGLang {VERSION}; got {sglang_version}"
-            + (f", in which {changed[0]} is another" if changed else "")
-        )
+    check_version("SGLang", sglang_version, VERSION, SIGNATURES)
     for path, hook, kind in (
         (EAGLE_SAMPLE, RelaxedSample(rule), HookType.AROUND),
         (CHECK_ARGUMENTS, ArgumentCheck(settings), HookType.AFTER),

@@ -18,7 +18,7 @@ from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
 
 from eagle_fsd.engines.settings import (
-    changed_signatures,
+    check_version,
     check_weights,
     describe,
     find_settings,
@@ -29,8 +29,8 @@ from eagle_fsd.model.acceptance import rule_for
 from eagle_fsd.model.verify import AcceptanceRule
 from eagle_fsd.utils.options import OptionsError
 
-#: The versions of vLLM that this plugin was read and tested with.
-VERSIONS = ("0.32.",)
+#: The versions of vLLM (a pattern) that this plugin was read and tested with.
+VERSION = "0.32.*"
 #: Package of the second model runner.
 RUNNER_V2 = "vllm.v1.worker.gpu"
 #: Parameters of what the plugin calls or overrides, by module and name.
@@ -115,7 +115,8 @@ def check_config(config: VllmConfig) -> None:
     if settings.lossless:
         log.info("eagle_fsd: the settings are lossless; vLLM is unchanged")
         return
-    _check_version(config.use_v2_model_runner)
+    signatures = SIGNATURES_V2 if config.use_v2_model_runner else SIGNATURES
+    check_version("vLLM", vllm_version, VERSION, signatures)
     speculative = config.speculative_config
     if speculative is None:
         raise OptionsError("settings for eagle_fsd need a --speculative-config: nothing is drafted")
@@ -159,15 +160,6 @@ def _check_v2(config: VllmConfig, rule: AcceptanceRule) -> None:
         raise OptionsError(
             "a rule that compares distributions needs draft_sample_method probabilistic in the"
             " second model runner, which drops the draft's distributions otherwise"
-        )
-
-
-def _check_version(v2: bool) -> None:
-    changed = changed_signatures(SIGNATURES_V2 if v2 else SIGNATURES)
-    if changed or not vllm_version.startswith(VERSIONS):
-        raise OptionsError(
-            f"this version of eagle_fsd supports vLLM {', '.join(VERSIONS)}x; got {vllm_version}"
-            + (f", in which {changed[0]} is another" if changed else "")
         )
 
 

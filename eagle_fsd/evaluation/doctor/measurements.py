@@ -108,7 +108,7 @@ class Measurements:
         model = self.model
         config = getattr(model.drafter.network, "config", None)
         own = getattr(config, "max_position_embeddings", None)
-        context = min(model.target.stable_rope_length, own or torch.inf)
+        context = min(model.target.stable_length, own or torch.inf)
         prompts = (encode_prompt(chat, model.tokenizer, chat_template)[0] for chat in chats)
         return [item for item in prompts if 1 < len(item) <= context - self.max_new_tokens]
 

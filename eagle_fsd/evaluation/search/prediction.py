@@ -365,18 +365,16 @@ def _trees(shapes: Sequence[tuple[int, int, int]]) -> list[TreeConfig]:
 
 
 def candidate_trees() -> list[TreeConfig]:
-    """Return the trees to choose from: chains, and bushy trees with 2, 4 or 8 children."""
-    chains = _trees([(nodes, nodes - 2, 1) for nodes in (*NODE_COUNTS, 18, 22, 26, 36)])
-    bushy = _trees(
-        [
-            (nodes, depth, width)
-            for width in WIDTHS[1:]
-            for nodes in NODE_COUNTS
-            for depth in LEVELS
-            if depth + 2 <= nodes
-        ]
-    )
-    return [*chains, *(tree for tree in bushy if capacity(tree) == tree.total_tokens)]
+    """Return the trees to choose from: chains, and bushy trees of the other :data:`WIDTHS`."""
+    shapes = [(nodes, nodes - 2, 1) for nodes in (*NODE_COUNTS, 18, 22, 26, 36)]
+    shapes += [
+        (nodes, depth, width)
+        for width in WIDTHS[1:]
+        for nodes in NODE_COUNTS
+        for depth in LEVELS
+        if depth + 2 <= nodes
+    ]
+    return [tree for tree in _trees(shapes) if capacity(tree) == tree.total_tokens]
 
 
 def recorded_trees() -> list[TreeConfig]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +115,7 @@ def race(
     No round drops those to ``keep``, such as plain decoding.
     """
     rounds = plan_rounds(len(runners) - len(keep), runners[0].workload.groups)
-    plan, first = [], 0
-    for size, count in rounds:
-        plan.append((first, size, count))
-        first = size
+    plan = [(first, size, count) for (first, _), (size, count) in pairwise([(0, 0), *rounds])]
     work = sum((size - first) * (count + len(keep)) for first, size, count in plan)
     active, done = list(runners), 0
     for runner in active:

@@ -1,6 +1,7 @@
 """Rules that compare distributions, or a token's probability, with thresholds.
 
-The last two judge a token by what lies above and below it in the tree, too.
+:class:`DeferredRule` and :class:`RegretRule` also judge a token by what lies above and below it in
+the tree.
 """
 
 from __future__ import annotations
@@ -70,14 +71,15 @@ def fused_divergences(fused: bool) -> Iterator[None]:
 
 
 def _between(inputs: VerificationInputs, nodes: Tensor, name: str, warped: bool) -> Tensor:
-    """Return ``[B, Q]``: the divergence at nodes ``[B, Q]``."""
+    """Return what :func:`_compute` does, compiled if this thread fuses divergences."""
     if torch.compiler.is_compiling():  # the code of a compiled step contains the divergence's
-        return _eager(inputs, nodes, name, warped)
+        return _compute(inputs, nodes, name, warped)
     fused = getattr(_thread, "fused", False) and nodes.device.type in FUSED_DEVICES
-    return (compiled(_eager) if fused else _eager)(inputs, nodes, name, warped)
+    return (compiled(_compute) if fused else _compute)(inputs, nodes, name, warped)
 
 
-def _eager(inputs: VerificationInputs, nodes: Tensor, name: str, warped: bool) -> Tensor:
+def _compute(inputs: VerificationInputs, nodes: Tensor, name: str, warped: bool) -> Tensor:
+    """Compute the divergence ``[B, Q]`` at nodes ``[B, Q]``."""
     values = []
     for log_p, log_q in inputs.pairs(nodes, warped):
         if inputs.tree.token_ids is not None:

@@ -107,7 +107,7 @@ class DraftModel(LevelDrafter):
 
     def check_length(self, max_length: int) -> None:
         """Warn about sequences that exceed the context; see :meth:`LevelDrafter.check_length`."""
-        limit = self._inner.stable_rope_length
+        limit = self._inner.stable_length
         if max_length > limit:
             log.warning(
                 "the draft model's context has %d tokens, and this call may reach %d: beyond it,"

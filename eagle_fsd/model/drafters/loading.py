@@ -41,7 +41,7 @@ def load_drafter(
     drafter = _load(name, target, token)
     if draft_vocabulary is not None:
         if not isinstance(drafter, EagleHead):
-            raise ValueError(f"draft_vocabulary applies to EAGLE-1/2 heads only; {name} is none")
+            raise ValueError(f"draft_vocabulary requires an EAGLE-1/2 head; {name} is not one")
         tokens = select_tokens(draft_vocabulary, name, target.vocab_size, token)
         drafter.restrict_vocabulary(tokens)
     return drafter

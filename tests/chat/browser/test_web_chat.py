@@ -127,7 +127,7 @@ def test_compare_marks_the_first_difference(page: PageObject) -> None:
 
 
 def test_nothing_describes_the_previous_answer(page: PageObject) -> None:
-    """Neither statistics nor inspector, once a message is sent by Enter or compared."""
+    """Sending a message or a comparison clears the statistics and the inspector."""
     page.open()
     for action in (lambda: page.ask("Second", wait=False), page.compare):
         page.backend.reply("Mia", " has", " 43", endless=False)
@@ -245,7 +245,7 @@ def test_strip_of_a_long_answer_scrolls(page: PageObject) -> None:
 
 
 def test_new_chat_removes_the_messages(page: PageObject) -> None:
-    """And cancels the baseline."""
+    """A new chat cancels the baseline of the last answer."""
     page.backend.reply(*map(str, range(50)))
     page.open()
     page.ask("Hello!")

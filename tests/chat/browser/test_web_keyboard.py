@@ -12,7 +12,7 @@ pytestmark = MARKS
 
 
 def test_inspector_describes_tokens(page: PageObject) -> None:
-    """By pointer, and by keyboard: one Tab stop per answer, then arrow keys, closed by Escape."""
+    """Pointer and keyboard open the inspector, Escape closes it, and an answer is one Tab stop."""
     page.open()
     page.ask()
     fuzzy = page.find("#fsd-live .fsd-fuzzy")

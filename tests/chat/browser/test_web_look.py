@@ -79,7 +79,7 @@ return [judged.length, judged.filter(([ratio]) => ratio < 4.5)];
 
 @BOTH
 def test_all_text_has_contrast(page: PageObject, size: tuple[int, int], dark: bool) -> None:
-    """Before, while and after answering.
+    """Text is legible before, while and after a message is answered.
 
     Origins differ in color and underline, and controls have visible borders.
     """
@@ -227,7 +227,7 @@ def test_html_in_messages_is_not_interpreted(page: PageObject) -> None:
 def test_answers_do_not_move_what_is_used(
     page: PageObject, size: tuple[int, int], dark: bool
 ) -> None:
-    """Neither the buttons, nor a token when the inspector opens and fills."""
+    """Answers do not move the buttons, and a filled inspector does not move the tokens."""
     word = " something"
     page.backend.reply(*[word] * 300)
     page.open(size, dark)
@@ -292,7 +292,7 @@ def test_requested_content_scrolls_into_view(page: PageObject) -> None:
 
 
 def test_narrow_page_fits_its_width(page: PageObject) -> None:
-    """And the threshold is on its first screen."""
+    """A narrow page does not scroll sideways, and the threshold is on its first screen."""
     page.open(NARROW)
     assert page.horizontal_overflow() <= 0
     slider = page.find("#fsd-threshold input[type=range]").rect

@@ -23,6 +23,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from eagle_fsd import AcceptanceConfig, OptionsError
 from eagle_fsd.engines.chains import Layout, acceptance
+from eagle_fsd.engines.settings import check_version
 from eagle_fsd.engines.vllm import patches, register
 from eagle_fsd.engines.vllm.sampler import RelaxedSampler
 from eagle_fsd.model.acceptance import rule_for
@@ -152,22 +153,22 @@ def test_divergences_are_those_of_the_draft_s_raw_logits() -> None:
 
 
 def test_other_versions_are_refused_with_settings_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where modules are missing, too: the plugin is loaded in every process of any vLLM."""
+    """Without settings, the plugin loads in any vLLM version, even if modules are missing."""
     monkeypatch.setattr(patches, "vllm_version", "0.33.0")
-    with pytest.raises(OptionsError, match=r"supports vLLM 0\.32\.x; got 0\.33\.0$"):
-        patches._check_version(v2=False)
+    with pytest.raises(OptionsError, match=r"supports vLLM 0\.32\.\*; got 0\.33\.0$"):
+        check_version("vLLM", patches.vllm_version, patches.VERSION, patches.SIGNATURES)
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.worker_base", None)
     config = patches.VllmConfig
     monkeypatch.setattr(config, "__post_init__", config.__post_init__)  # restored afterwards
     monkeypatch.setattr(config, "_eagle_fsd", False, raising=False)
     register()
-    with pytest.raises(OptionsError, match=r"in which vllm\.v1\.worker\.worker_base:WorkerBase"):
-        patches._check_version(v2=False)
+    with pytest.raises(OptionsError, match=r"whose vllm\.v1\.worker\.worker_base:WorkerBase"):
+        check_version("vLLM", patches.vllm_version, patches.VERSION, patches.SIGNATURES)
     assert type(RejectionSampler(Sampler())) is RejectionSampler
 
 
 def test_a_step_that_is_not_prepared_is_verified() -> None:
-    """As in vLLM's warm-up; no request has emitted a token then."""
+    """A step without preparation, as in vLLM's warm-up, verifies requests as new ones."""
     metadata, logits = batch([3, 2], 0)
     sampler = relaxed(AcceptanceConfig(rule="regret", exact_first=8))
     found = sampler(metadata, None, logits.clone(), sampling([0.0, 0.0])).sampled_token_ids
@@ -176,7 +177,7 @@ def test_a_step_that_is_not_prepared_is_verified() -> None:
 
 
 def test_masked_tokens_are_never_accepted() -> None:
-    """Neither tokens that a request forbids nor those outside its top-k, whatever the rule."""
+    """Rules accept neither tokens that a request forbids nor those outside its top-k."""
     config = AcceptanceConfig(rule="top-ratio 0.2")
     for seed in range(40):
         metadata, logits = batch([4, 4], seed)
@@ -185,7 +186,7 @@ def test_masked_tokens_are_never_accepted() -> None:
         mask[0, banned] = True
         options = sampling([0.0, 0.0], allowed_token_ids_mask=mask)
         found = relaxed(config)(metadata, None, logits.clone(), options).sampled_token_ids
-        assert banned not in found[0, :4].tolist() or int(found[0, 0]) != banned
+        assert banned not in found[0].tolist()
         best = logits[metadata.target_logits_indices.long()].argmax(-1)
         options = sampling([1.0, 1.0], top_k=torch.tensor([1, 1], dtype=torch.int32))
         found = relaxed(config)(metadata, None, logits.clone(), options).sampled_token_ids
@@ -215,11 +216,11 @@ def test_sampled_batches_keep_the_target_s_distribution_where_nothing_is_relaxed
 def test_fuzzy_tokens_are_counted(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The counter waits for the device once a minute only."""
+    """The log counts the emitted tokens, and those that only the rule accepts."""
     metadata, logits = batch([4, 4], 1)
     sampler = relaxed(AcceptanceConfig(rule="top-ratio 0.2"))
-    sampler(metadata, None, logits.clone(), sampling([0.0, 0.0]))
+    found = sampler(metadata, None, logits.clone(), sampling([0.0, 0.0])).sampled_token_ids
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level("INFO", logger="vllm.eagle_fsd"):
         sampler.verifier.counter.report()
-    assert "the rule accepted" in caplog.text
+    assert f"the rule accepted 5 of {int((found >= 0).sum())} tokens" in caplog.text

@@ -208,7 +208,7 @@ def test_greedy_chunks_accept_the_library_s_tokens(config: AcceptanceConfig) -> 
 
 
 def test_sampled_chunks_are_vllm_s_where_nothing_is_relaxed() -> None:
-    """With the same seeds, token for token; also with greedy requests among them."""
+    """Equal seeds give vLLM's tokens, even in chunks that contain greedy requests."""
     config = AcceptanceConfig(rule="top-ratio 0.2", exact_first=100)
     for seed in range(5):
         chunk, temperatures = Chunk([3, 5, 1], seed), [0.7, 0.0, 1.0]
@@ -217,7 +217,7 @@ def test_sampled_chunks_are_vllm_s_where_nothing_is_relaxed() -> None:
 
 
 def test_masked_tokens_are_never_accepted() -> None:
-    """Neither by a processor, nor by top-k, nor by vLLM."""
+    """Tokens that a processor, top-k or vLLM masks are never accepted."""
     config = AcceptanceConfig(rule="top-ratio 0.2")
     for seed in range(3):
         chunk = Chunk([4, 4], seed)
