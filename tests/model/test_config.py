@@ -119,6 +119,8 @@ def test_reverse_kl_is_another_name_of_kl_reversed(tmp_path: Path) -> None:
     assert TrainConfig(divergence_loss="reverse_kl").divergence_loss == "kl_reversed"
     with pytest.raises(OptionsError, match=r"divergence must be one of .*; got 'reverse_js'"):
         AcceptanceConfig.from_dict({"divergence": "reverse_js"})
+    with pytest.raises(ValueError, match=r"^divergence must be one of .*; got 'reverse_js'$"):
+        FuzzyRule(0.3, "reverse_js")
 
 
 def _write(folder: Path, content: Any) -> Path:

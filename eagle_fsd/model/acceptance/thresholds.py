@@ -116,6 +116,11 @@ class FuzzyRule(AcceptanceRule):
     min_ratio: float = 0.0
     divergence_on: str = "raw"
 
+    def __post_init__(self) -> None:
+        if DIVERGENCE_ALIASES.get(self.divergence, self.divergence) not in DIVERGENCES:
+            names = ", ".join(DIVERGENCES)
+            raise ValueError(f"divergence must be one of {names}; got {self.divergence!r}")
+
     @property
     def needs_warped_draft(self) -> bool:
         return self.divergence_on == "warped"
