@@ -93,9 +93,12 @@ def generate(
             _print_best(model, ids, config, method, as_json)
         else:
             stats = _print_stream(model, ids, config, method, show_origins, as_json)
+            slower = stats.slower_than_plain
             if speedup and stats.tokens:
-                _print_speedup(model, ids, config, stats)
+                slower = _print_speedup(model, ids, config, stats) < 1.0
                 _print_closed_gate(model, ids)
+            if slower and stats.steps >= MIN_STEPS and not as_json:
+                _print_advice(stats)
 
 
 def _print_stream(
@@ -136,15 +139,6 @@ def _print_stream(
         style="dim",
         soft_wrap=True,
     )
-    if stats.steps >= MIN_STEPS and stats.slower_than_plain:
-        err.print(
-            f"Plain decoding (--plain) would be faster: drafting took"
-            f" {stats.seconds['draft']:.1f} s, the target's passes"
-            f" {stats.seconds['target']:.1f} s. Draft fewer tokens (--draft-vocabulary, after"
-            " eagle-fsd train ranks), try smaller trees (eagle-fsd tune), or see eagle-fsd doctor"
-            " for why few are accepted.",
-            soft_wrap=True,
-        )
     return stats
 
 
@@ -154,8 +148,8 @@ def _sampling(config: GenerateConfig) -> SamplingConfig:
 
 def _print_speedup(
     model: EagleFSD, ids: Tensor, config: GenerateConfig, stats: DecodeStats
-) -> None:
-    """Decode as many tokens without the drafter, and compare the speeds."""
+) -> float:
+    """Decode as many tokens without the drafter; print and return the ratio of the speeds."""
     plain = model.generate(
         ids,
         ids.new_ones(ids.shape),
@@ -163,10 +157,23 @@ def _print_speedup(
         sampling=_sampling(config),
         method="ar",
     ).stats.tokens_per_second
+    ratio = stats.tokens_per_second / plain
     err.print(
-        f"{stats.tokens_per_second / plain:.2f} times as fast as plain decoding"
-        f" ({plain:.1f} tokens/s)",
+        f"{ratio:.2f} times as fast as plain decoding ({plain:.1f} tokens/s)",
         style="dim",
+        soft_wrap=True,
+    )
+    return ratio
+
+
+def _print_advice(stats: DecodeStats) -> None:
+    """Say why speculation was slower than plain decoding, and what helps."""
+    draft, target = stats.seconds["draft"], stats.seconds["target"]
+    timed = f": drafting took {draft:.1f} s, the target's passes {target:.1f} s" if target else ""
+    err.print(
+        f"Plain decoding (--plain) would be faster{timed}. Draft fewer tokens (--draft-vocabulary,"
+        " after eagle-fsd train ranks), try smaller trees (eagle-fsd tune), or see eagle-fsd doctor"
+        " for why few are accepted.",
         soft_wrap=True,
     )
 

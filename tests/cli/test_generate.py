@@ -116,6 +116,7 @@ def test_threshold_that_accepts_nothing_is_explained(
         assert status == 0
         assert "as fast as plain decoding" in errors
         assert ("accepts hardly anything beyond lossless decoding" in errors) == shown
+        assert ("Plain decoding (--plain) would be faster: drafting took" in errors) == shown
     assert caplog.text.count("timing a few steps to choose the draft tree") == 1
 
 
