@@ -130,7 +130,7 @@ def _save(
     }
     draw_lines(axis, lines, "prompts at once", "tokens/s")
     table = Table("Many prompts at once", COLUMNS, rows, note)
-    save_report(options, "batches", [table], figure, finished)
+    save_report(options, "batches", [table], figure=figure, finished=finished)
 
 
 def answer(way: Contender, warm_up: Sequence[Any], prompts: Sequence[Any], new_tokens: int) -> Run:

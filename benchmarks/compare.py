@@ -168,7 +168,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 )
             )
             trees = options.tree or list(map(parse_tree, OFFICIAL_TREES))
-            groups += official_groups(worker, model, trees, new_tokens, options.compile)
+            groups += official_groups(
+                worker, model, trees, new_tokens=new_tokens, compiles=options.compile
+            )
             methods += [method for group in groups for method in group]
         answer_in_turn(methods, tasks, "answering", save)
 
@@ -218,7 +220,7 @@ def _save(options: argparse.Namespace, tables: list[Table], finished: bool) -> N
     )
     axis.invert_yaxis()
     axis.set_xlabel("speed, Hugging Face's greedy generate = 1 (95% interval)")
-    save_report(options, "compare", tables, figure, finished)
+    save_report(options, "compare", tables, figure=figure, finished=finished)
 
 
 def hugging_face_methods(model: EagleFSD, new_tokens: int) -> list[Method]:

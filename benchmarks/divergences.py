@@ -112,7 +112,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found: dict[str, Answers] = {}
         for name in names:
             threshold, found[name] = search(
-                model, tasks, name, exact, allowed, bisections, new_tokens
+                model,
+                tasks,
+                name,
+                exact=exact,
+                allowed=allowed,
+                bisections=bisections,
+                new_tokens=new_tokens,
             )
             lost, gained = found[name].changes(exact)
             rows.append(
@@ -148,7 +154,9 @@ def search(
     for _ in progress(range(bisections), divergence):
         middle = math.sqrt(low * high)
         acceptance = AcceptanceConfig(threshold=middle, divergence=divergence)
-        answers = answer(model, tasks, acceptance, new_tokens, exact, allowed)
+        answers = answer(
+            model, tasks, acceptance, new_tokens=new_tokens, exact=exact, allowed=allowed
+        )
         if answers is None:
             high = middle
         else:

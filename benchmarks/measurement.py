@@ -288,7 +288,9 @@ def add_phases(
         model = copy.copy(contender.model)
         model.capture = False
         eager.append(replace(contender, model=model))
-    for name, found in time_steps(eager, ids, timing, f"{label}, phases", accepted).items():
+    for name, found in time_steps(
+        eager, ids, timing, label=f"{label}, phases", accepted=accepted
+    ).items():
         times[name].phases, times[name].phased = found.phases, found.phased
 
 

@@ -163,7 +163,7 @@ def time_attention(options: argparse.Namespace, context: int, repeats: int) -> d
     folded = fold_mask(mask, groups)
     ways: dict[str, Callable[[], Tensor]] = {
         "stock": lambda: sdpa_attention_forward(layer, query, key, value, mask)[0],
-        "folded": lambda: tree_attention(layer, query, key, value, folded)[0],
+        "folded": lambda: tree_attention(layer, query, key, value, attention_mask=folded)[0],
     }
     best: dict[str, float] = {}
     for _ in range(repeats):

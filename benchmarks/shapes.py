@@ -213,9 +213,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for vocab, tree in itertools.product(vocabs, trees):
             pair = EagleFSD(model, random_head(model, vocab), tree)
             title = f"{shape}, draft vocabulary {pair.drafter.vocab_size}, tree {tree_name(tree)}"
-            ways, times = _time(options, pair, options.rows, context, timing, title)
+            ways, times = _time(
+                options, pair, rows=options.rows, context=context, timing=timing, label=title
+            )
             rows = [
-                step_row(way, times[way.name], times[PLAIN], context, options.rows, bandwidth)
+                step_row(
+                    way,
+                    times[way.name],
+                    plain=times[PLAIN],
+                    context=context,
+                    rows=options.rows,
+                    bandwidth=bandwidth,
+                )
                 for way in ways
             ]
             note = (
@@ -237,7 +246,7 @@ def _time(
 ) -> tuple[list[Contender], dict[str, StepTimes]]:
     pair.compile = options.compile
     ways, ids = contenders(pair), random_prompt(pair, rows, context)
-    return ways, time_steps(ways, ids, timing, label, options.accepted)
+    return ways, time_steps(ways, ids, timing, label=label, accepted=options.accepted)
 
 
 def grow(options: argparse.Namespace) -> None:
@@ -275,7 +284,9 @@ def grow(options: argparse.Namespace) -> None:
         size = TreeConfig(total_tokens=point[TREE], depth=tree.depth, top_k=tree.top_k)
         pair = EagleFSD(*new_pair(point[VOCABULARY]), size)
         label = f"point {number} of {len(points)}: {name} {value}"
-        _, times = _time(options, pair, point[BATCH], point[CONTEXT], timing, label)
+        _, times = _time(
+            options, pair, rows=point[BATCH], context=point[CONTEXT], timing=timing, label=label
+        )
         row = {name: value, **{way: 1e3 * steps.seconds for way, steps in times.items()}}
         if name not in tables:
             tables[name] = Table(f"Growth with the {name}", {key: key for key in row}, [], note)
@@ -298,7 +309,7 @@ def _save(options: argparse.Namespace, tables: Sequence[Table], finished: bool =
     axis.invert_yaxis()
     axis.set_xlabel(f"FSD's speed with {options.accepted} accepted tokens per step, plain = 1")
     name = f"shapes-{str(options.dtype).removeprefix('torch.')}"
-    save_report(options, name, tables, figure, finished)
+    save_report(options, name, tables, figure=figure, finished=finished)
 
 
 if __name__ == "__main__":

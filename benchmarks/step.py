@@ -95,14 +95,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def results() -> list[dict[str, Any]]:
         return [
-            step_row(way, times[way.name], times[PLAIN], context, options.rows, bandwidth)
+            step_row(
+                way,
+                times[way.name],
+                plain=times[PLAIN],
+                context=context,
+                rows=options.rows,
+                bandwidth=bandwidth,
+            )
             for way in ways
         ]
 
-    times = time_steps(ways, ids, timing, name, accepted)
-    _save(options, name, results(), context, bandwidth, finished=False)
-    add_phases(times, ways, ids, timing, name, accepted)
-    _save(options, name, results(), context, bandwidth)
+    times = time_steps(ways, ids, timing, label=name, accepted=accepted)
+    _save(options, name, results(), context=context, bandwidth=bandwidth, finished=False)
+    add_phases(times, ways, ids, timing, label=name, accepted=accepted)
+    _save(options, name, results(), context=context, bandwidth=bandwidth)
 
 
 def _save(
@@ -127,7 +134,7 @@ def _save(
         axis.set_title(f"One step, {name}")
     table = Table(f"One step, {name}", COLUMNS, rows, note)
     file = f"step-{options.shape or 'bundled'}{'-compiled' if options.compile else ''}"
-    save_report(options, file, [table], figure, finished)
+    save_report(options, file, [table], figure=figure, finished=finished)
 
 
 def _phases_note(rows: Sequence[Mapping[str, Any]]) -> str:

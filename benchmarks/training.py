@@ -99,7 +99,7 @@ def _step(target: Target, config: TrainConfig, tokens: int, stored: bool) -> tup
     spent = []
     for _ in range(3):
         start = time.process_time()
-        losses(features, read, labels, mask, best)["loss"].backward()
+        losses(features, read, labels, loss_mask=mask, best=best)["loss"].backward()
         spent.append(time.process_time() - start)
     # The passes of the head, forward and twice backward, and of the output projections.
     projections = [item for name, item in head.named_parameters() if name.startswith("lm_head")]

@@ -125,9 +125,11 @@ def train_draft_model(config: DraftModelConfig, target: Path, work: Path, out: P
         if step % 20 == 0:
             overlap = torch.minimum(probs, log_probs.detach().exp()).sum(-1).mean()
             losses = f"KL {loss.item():.4f}, overlap {overlap.item():.4f}"
-            log_progress(step, steps, tokens, time.monotonic() - start, losses)
+            log_progress(
+                step, steps, tokens=tokens, seconds=time.monotonic() - start, losses=losses
+            )
     save_weights(model, out)
-    write_record(out, asdict(config), steps, tokens, time.monotonic() - start)
+    write_record(out, asdict(config), steps=steps, tokens=tokens, seconds=time.monotonic() - start)
 
 
 def _answer_states(model: LlamaForCausalLM, batch: TrainingBatch) -> Tensor:

@@ -184,14 +184,20 @@ def train_target(config: TargetConfig, work: Path, out: Path) -> None:
         tokens += ids.numel()
         seconds = time.monotonic() - start
         if step % 20 == 0:
-            log_progress(step, config.steps, tokens, seconds, f"loss on answers {average:.4f}")
+            log_progress(
+                step,
+                config.steps,
+                tokens=tokens,
+                seconds=seconds,
+                losses=f"loss on answers {average:.4f}",
+            )
         if step % 250 == 0 or step == config.steps:
             state = {name: part.state_dict() for name, part in parts.items()}
             state |= {"step": step, "tokens": tokens, "seconds": seconds}
             with atomic_path(checkpoint) as temporary:
                 torch.save(state, temporary)
     save_target(model, tokenizer, out)
-    write_record(out, asdict(config), config.steps, tokens, seconds)
+    write_record(out, asdict(config), steps=config.steps, tokens=tokens, seconds=seconds)
 
 
 def take_step(

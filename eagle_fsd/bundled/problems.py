@@ -349,7 +349,7 @@ def _close_sell(story: _Story) -> int:
         "[{name}|{he}] [sells|trades] [them|each one|everything] [at|for] {p} dollars",
         p=price,
     )
-    story.quantity = story.work(reason, story.quantity, "*", price, "dollars")
+    story.quantity = story.work(reason, story.quantity, "*", price, unit="dollars")
     story.unit = "dollars"
     return 1
 

@@ -76,7 +76,11 @@ class LocalBackend:
         self.model, self.chat_template = model, chat_template
         self.about = About(name, default_acceptance(model, limits), limits)
         self.queue = DecodeQueue(
-            model, limits.queue, limits.max_batch, observer, limits.stall_timeout
+            model,
+            max_waiting=limits.queue,
+            max_batch=limits.max_batch,
+            observer=observer,
+            stall_timeout=limits.stall_timeout,
         )
         self.reader = ThreadPoolExecutor(1, "read")
         self.tokens = TokenDecoder(model.tokenizer)

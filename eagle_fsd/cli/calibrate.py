@@ -72,9 +72,9 @@ def calibrate(
         calibration = run(
             own,
             bounds,
-            config.updated(**measure.model_dump()),
-            grid,
-            selection,
+            config=config.updated(**measure.model_dump()),
+            grid=grid,
+            selection=selection,
             engine=engine,
             rules=rules,
             install=install and is_first,

@@ -80,5 +80,5 @@ def chat(
     else:
         model, chat_template = load_chat(pair, tree, acceptance)
         name = pair.target or BUNDLED_NAME
-        session = ChatSession(model, chat_template, answers, name, show_origins)
+        session = ChatSession(model, chat_template, answers, name=name, show_origins=show_origins)
     run_chat(session, style, system=system, history=history, multiline=multiline, mouse=mouse)

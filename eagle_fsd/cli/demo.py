@@ -37,4 +37,6 @@ def demo(
     Tokens are colored by origin, and sliders set the threshold and the other acceptance options.
     Compare decodes the same prompt losslessly and with FSD, side by side.
     """
-    run_api(server, pair, tree, acceptance, limits, answers, open_page=server.browser)
+    run_api(
+        server, pair, tree, acceptance, limits=limits, answers=answers, open_page=server.browser
+    )

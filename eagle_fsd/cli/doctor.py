@@ -67,10 +67,10 @@ def doctor(
     found = diagnose(
         model,
         _questions(config, chats, bundled=pair.target is None),
-        template,
-        [] if chats is None else _training_texts(chats, model.tokenizer, template),
-        config.max_new_tokens,
-        progress,
+        chat_template=template,
+        training_texts=[] if chats is None else _training_texts(chats, model.tokenizer, template),
+        max_new_tokens=config.max_new_tokens,
+        progress=progress,
     )
     if as_json:
         print_json(found)

@@ -90,9 +90,11 @@ def generate(
         ids = _encode(text, model.tokenizer, pair.chat_template, raw).to(model.target.device)
         method = "ar" if plain else "fsd"
         if config.num_beams > 1:
-            _print_best(model, ids, config, method, as_json)
+            _print_best(model, ids, config, method=method, as_json=as_json)
         else:
-            stats = _print_stream(model, ids, config, method, show_origins, as_json)
+            stats = _print_stream(
+                model, ids, config, method=method, colored=show_origins, as_json=as_json
+            )
             slower = stats.slower_than_plain
             if speedup and stats.tokens:
                 slower = _print_speedup(model, ids, config, stats) < 1.0

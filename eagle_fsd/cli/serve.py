@@ -125,7 +125,14 @@ def serve(
     commas; the web page asks its visitors for one. Keys are required with a --host beyond this
     machine.
     """
-    run_api(server, pair, tree, acceptance, limits, AnswerOptions() if server.web else None)
+    run_api(
+        server,
+        pair,
+        tree,
+        acceptance,
+        limits=limits,
+        answers=AnswerOptions() if server.web else None,
+    )
 
 
 def run_api(
@@ -151,7 +158,7 @@ def run_api(
     logging.getLogger("eagle_fsd.model.compilation").setLevel(logging.INFO)
     model, chat_template = load_chat(pair, tree, acceptance)
     names, metrics = server.names or (model_name(pair.target),), ServerMetrics()
-    backend = LocalBackend(model, chat_template, limits, names[0], metrics)
+    backend = LocalBackend(model, chat_template, limits, name=names[0], observer=metrics)
     app = api_app(backend, names, metrics)
     if answers is not None:
         examples = EXAMPLES if names[0] == BUNDLED_NAME else ()

@@ -116,7 +116,15 @@ def acceptance(
     """
     best = arg_max(processed.logits)
     sampled = torch.where(greedy[:, None], best, UNKNOWN)
-    inputs = VerificationInputs(tree, raw, processed, warped, None, sampled, state=state)
+    inputs = VerificationInputs(
+        tree,
+        raw=raw,
+        processed=processed,
+        warped=warped,
+        warped_draft=None,
+        sampled=sampled,
+        state=state,
+    )
     least = accepted_edges(inputs, rule)[2].float()
     inner = innermost(rule)
     if isinstance(inner, BudgetRule):  # it accepts at random, unless decoding is greedy
@@ -168,7 +176,7 @@ def emitted(inputs: VerificationInputs, tokens: Tensor, accepted: Tensor) -> Ver
     origins = torch.where(fuzzy, int(Origin.FUZZY), int(Origin.EXACT))
     origins = torch.where(steps == count[:, None] - 1, int(Origin.TARGET), origins)
     origins = torch.where(real, origins, int(Origin.PADDING))
-    return Verification(tokens, origins, count, path, accepted)
+    return Verification(tokens, origins, count=count, path=path, accepted=accepted)
 
 
 class ChainVerifier(EngineRule):
@@ -197,7 +205,9 @@ class ChainVerifier(EngineRule):
         kept = state is not None
         if state is None and self.rule.state_size:
             state = raw.peak.new_zeros(len(greedy), self.rule.state_size)
-        inputs, least = acceptance(self.rule, tree, raw, processed, warped, greedy, state)
+        inputs, least = acceptance(
+            self.rule, tree, raw=raw, processed=processed, warped=warped, greedy=greedy, state=state
+        )
         flat = least[layout.rows, layout.places]
         certain = not isinstance(innermost(self.rule), BudgetRule)
         tokens = tree.tokens[layout.rows, layout.places]

@@ -338,7 +338,14 @@ class PairAnswerer(Answerer[Method]):
         ends = [text.index(item) for item in self.chat_template.stop if item in text]
         ended = bool(tokens) and tokens[-1] in self.eos_token_ids
         content = text[: min(ends, default=len(text))].strip()
-        return Turn(prompt, reply, content, len(tokens), seconds, cut_off=not ended and not ends)
+        return Turn(
+            prompt,
+            reply,
+            content,
+            new_tokens=len(tokens),
+            seconds=seconds,
+            cut_off=not ended and not ends,
+        )
 
 
 def _average(runs: Sequence[Sequence[Turn]]) -> list[Turn]:

@@ -98,7 +98,13 @@ class TreeBatch(MethodBatch):
             if chunk.finished:
                 (accepted,) = answer.stats.accepted
                 seconds = answer.stats.seconds
-                reply = Reply(answer.tokens, len(accepted), accepted, answer.origins, seconds)
+                reply = Reply(
+                    answer.tokens,
+                    passes=len(accepted),
+                    accepted=accepted,
+                    origins=answer.origins,
+                    phases=seconds,
+                )
                 replies.append((answer, reply))
         return replies
 

@@ -222,14 +222,30 @@ def calibrate(
     rule at this temperature or with this tokenizer.
     """
     config, grid = config or CalibrationConfig(), grid or CalibrationGrid()
-    methods = candidate_methods(grid, engine, config.temperature, rules, settings, request.drafter)
+    methods = candidate_methods(
+        grid,
+        engine,
+        temperature=config.temperature,
+        rules=rules,
+        settings=settings,
+        drafter=request.drafter,
+    )
     files = []
     if engine is None or engines.ENGINES[engine].reads_settings:
         files = settings_files(request, request.output_folder("calibrate"), install)
     elif install:
         raise OptionsError(f"--install writes fsd.json, which cannot hold {engine}'s settings")
     selection = selection or SelectionConfig()
-    task = prepare(request, bounds, config, selection, engine, progress, methods, settings)
+    task = prepare(
+        request,
+        bounds,
+        config,
+        selection=selection,
+        engine=engine,
+        progress=progress,
+        methods=methods,
+        settings=settings,
+    )
     select(task)
     found = certify(task)
     if found is None:
@@ -263,7 +279,15 @@ def prepare(
     state, warnings = start_processes(), [warn_of_few(bounds, fresh)]
     folder = request.output_folder("calibrate")
     with state.main_process_first():
-        check_folder(folder, used, fresh, methods, bool(request.compile), config, selecting[1])
+        check_folder(
+            folder,
+            used,
+            fresh,
+            methods=methods,
+            compiled=bool(request.compile),
+            config=config,
+            selecting=selecting[1],
+        )
     model = load_share(request, settings)
     model.acceptance = given_acceptance(settings)
     if model.drafter.learns:
@@ -334,7 +358,7 @@ def select(task: Task) -> None:
 
         def drop(plan: list[Setting] = plan, kept: int = kept) -> list[Setting]:
             check_accuracy(task.rows[EXACT.name], task.bounds.max_drop)
-            return drop_settings(plan, task.rows, task.bounds, len(task.fresh), kept)
+            return drop_settings(plan, task.rows, task.bounds, fresh=len(task.fresh), kept=kept)
 
         plan = on_first_process(drop)
     task.exact, task.tests = on_first_process(lambda: fix_tests(task, trees, workload, plan))
@@ -403,13 +427,17 @@ def extend_report(task: Task, tested: Sequence[Method], report: Report) -> Calib
     report |= limit_losses(report["rows"], tests - len(tested), bounds.confidence)
     report["selection"] = list(task.rows.values())
     report["tables"] = [selection_table(task)]
-    conclusion = conclude(verdicts, bounds, tests, len(task.methods), task.config.measured)
-    report["calibration"] = calibrated_settings(task, method, verdicts, report, by_name)
+    conclusion = conclude(
+        verdicts, bounds, tests=tests, choices=len(task.methods), measured=task.config.measured
+    )
+    report["calibration"] = calibrated_settings(task, method, verdicts, report=report, rows=by_name)
     report["flags"] = None
     if task.engine:
         conclusion = f"{conclusion} {engines.caveat(task.engine)}"
         tree = method.pair_for(task.model).tree
-        report["flags"] = engines.flags(task.engine, method, tree, task.model, task.request)
+        report["flags"] = engines.flags(
+            task.engine, method, tree, model=task.model, request=task.request
+        )
     report["conclusions"] = [conclusion]
     report["calibrated"] = method.name
     draw_figures(report, task.folder)
@@ -457,10 +485,16 @@ def calibrated_settings(
         "sessions": len(report["sessions"]),
     }
     lossless = {task.config.batch: task.exact.pair_for(model).tree}
-    values = settings_values(model, method.pair_for(model), lossless, task.request, about)
+    values = settings_values(
+        model, method.pair_for(model), lossless=lossless, request=task.request, about=about
+    )
     if verdicts and verdicts[-1].certified:
         certificate = certificate_of(
-            report, verdicts[-1], "eagle-fsd", task.bounds, task.config.measured
+            report,
+            verdicts[-1],
+            decoder="eagle-fsd",
+            bounds=task.bounds,
+            measured=task.config.measured,
         )
         values["certificate"] = certificate.model_dump()
     return values

@@ -55,7 +55,7 @@ class Verdict:
         """
         level = confidence_per_test(bounds.confidence, tests)
         lost, gained, paired = outcomes(row)
-        passed = is_loss_below(bounds.max_drop / 100, lost, gained, paired, level)
+        passed = is_loss_below(bounds.max_drop / 100, lost, gained, count=paired, confidence=level)
         return cls(row, 100 * max(0.0, loss_bound(lost, gained, paired, level)), passed)
 
 

@@ -271,7 +271,9 @@ class Evaluation(ABC):
     def changed_answers(self, name: str, **decoded: Any) -> dict[str, Any]:
         """Return the changed answers of a method, see :func:`compare_answers`."""
         records, scores = self.merge(), self.scores if self.scored else {}
-        return compare_answers(self.questions, records, scores, name, self.reference, **decoded)
+        return compare_answers(
+            self.questions, records, scores, method=name, reference=self.reference, **decoded
+        )
 
     def write(self, report: Report) -> None:
         """Write a report as JSON, HTML and Markdown, and its rows as CSV."""
@@ -466,8 +468,8 @@ def run_evaluation(
         model,
         loaded.questions,
         compared,
-        request,
-        config,
+        request=request,
+        config=config,
         folder=folder,
         process=state.process_index,
         processes=state.num_processes,

@@ -220,5 +220,8 @@ def _chance(
     # A bound is not below its estimate.
     possible = drawn[drawn[:, 0] - drawn[:, 1] <= max_loss * fresh]
     found, repeats = np.unique(possible, axis=0, return_counts=True)
-    passed = [is_loss_below(max_loss, int(b), int(c), fresh, confidence) for b, c in found]
+    passed = [
+        is_loss_below(max_loss, int(b), int(c), count=fresh, confidence=confidence)
+        for b, c in found
+    ]
     return float(repeats @ np.array(passed, dtype=float)) / DRAWS

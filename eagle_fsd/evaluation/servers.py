@@ -120,7 +120,7 @@ class ServerAnswerer(Answerer[ComparedServer]):
             if all(len(item.turns) == len(question.turns) for item in samples):
                 kept.append(question)
                 turns += [list(item.turns) for item in samples]
-        yield from self.records(kept, turns, method, group, seconds)
+        yield from self.records(kept, turns, method, group=group, seconds=seconds)
         if failure is not None:
             raise failure
 

@@ -112,7 +112,7 @@ def least_questions(loss: float, confidence: float = 0.95) -> int:
     """Return how many questions bound the loss by ``loss``, above 0, if no answer changes."""
 
     def suffice(count: int) -> bool:
-        return is_loss_below(loss, 0, 0, count, confidence)
+        return is_loss_below(loss, lost=0, gained=0, count=count, confidence=confidence)
 
     count = 1
     while not suffice(count):

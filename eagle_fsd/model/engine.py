@@ -64,7 +64,7 @@ class _RowTensors(NamedTuple):
             torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3)
         )
         states = [torch.zeros(rows, width, device=device) for _ in range(2)]
-        return cls(roots, lengths, states[0], keys, states[1])
+        return cls(roots, lengths, rule_state=states[0], keys=keys, read_state=states[1])
 
 
 class Engine:
@@ -430,7 +430,9 @@ class Engine:
         if not decision.on_device:
             decision = Decision.of()  # verification is not compiled
         tree = self._trees[0]
-        work = partial(compile_steps, self.target, self.drafter, tree, self._draw, decision)
+        work = partial(
+            compile_steps, self.target, self.drafter, tree, draw=self._draw, decision=decision
+        )
         background.count((tree, self._draw is None, decision), tokens, seconds, work)
 
 

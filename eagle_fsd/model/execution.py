@@ -114,16 +114,16 @@ class Execution:
         self, state: StepState, tree: TreeConfig, draft_keys: Tensor | None, keys: Tensor
     ) -> LaunchedStep:
         """Start a step; the shapes in it follow from the tree and the visible slots."""
-        step = partial(decoding_step, state, draft_keys, keys, self.prepare)
+        step = partial(decoding_step, state, draft_keys, keys, prepare=self.prepare)
         fused = bool(self.compiled_rows) and self.background is None
         with self.folded(state), fused_divergences(fused):
             if self._captures:
                 self.clock.enter("graph")
                 sizes = len(state.roots), len(keys), 0 if draft_keys is None else len(draft_keys)
                 key = *sizes, self._captured, tree, self.compiles
-                output = self._graphs.run(key, step, partial(step, self.clock.enter))
+                output = self._graphs.run(key, step, partial(step, enter=self.clock.enter))
             else:
-                output = step(self.clock.enter)
+                output = step(enter=self.clock.enter)
         self.clock.enter("host")
         return LaunchedStep(output)
 

@@ -189,7 +189,9 @@ class Sampler:
             points = torch.stack(
                 [random.in_step(use, tree.size) for use in (Purpose.ACCEPT, Purpose.RESIDUAL)]
             )
-            chain = SampledChain(warped, draft, tree.token_ids, drafted, points)
+            chain = SampledChain(
+                warped, draft, token_ids=tree.token_ids, drafted=drafted, uniform=points
+            )
             followed = self.verify_chain(chain)
             sampled = torch.cat([followed, sampled[:, -1:]], 1)
         return VerificationInputs(
@@ -236,7 +238,7 @@ class Sampler:
         if self.needs_prefix:
             return torch.stack(
                 [
-                    self._process_row(tree, logits, row, prefix, faults[row])
+                    self._process_row(tree, logits, row, prefix=prefix, faults=faults[row])
                     for row, prefix in enumerate(prefixes)
                 ]
             )

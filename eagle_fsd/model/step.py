@@ -168,7 +168,7 @@ def verify_and_commit(
         faults.append(inputs.row_faults(kept))
         if decision.details is not None:
             details.append((group.places, *_describe(decision, inputs, kept)))
-        _advance(state, group, inputs, kept, numbers)
+        _advance(state, group, inputs, kept=kept, numbers=numbers)
     kept, fault = results[0], faults[0]
     if state.order is not None:
         kept = Verification.joined(results, state.order)

@@ -262,7 +262,7 @@ class Target:
         positions = positions.clamp_max(self.stable_length - 1)
         autocast = torch.is_autocast_enabled(self.device.type)
         if groups and groups == self._plain_groups and isinstance(masks, Tensor) and not autocast:
-            hidden = run_layers(self._body, tree.tokens, positions, masks, cache)
+            hidden = run_layers(self._body, tree.tokens, positions, mask=masks, cache=cache)
             recorded = {**dict(enumerate(hidden)), LAST: hidden[-1]}
             return TargetPass(self.project(hidden[-1]), self._features(recorded, states))
         with self.recording(states) as recorded:

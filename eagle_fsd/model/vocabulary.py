@@ -231,7 +231,9 @@ class Warp:
             torch.cat(part).view(shape) for part in zip(*parts, strict=True)
         )
         cut = self.top_k or self.top_p < 1.0 or self.min_p
-        law = Distributions(logits, peak, log_total, self.temperature, radius if cut else None)
+        law = Distributions(
+            logits, peak, log_total, temperature=self.temperature, radius=radius if cut else None
+        )
         return law, tokens
 
     def _rows(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -69,7 +69,9 @@ def assistant_spans(
         if text.startswith(prefix) and prefix.startswith(prompt):
             start, end = len(prompt), len(prefix)
         else:
-            start, end = _find_rewritten_turn(chat, index, text, prefix, chat_template)
+            start, end = _find_rewritten_turn(
+                chat, index, text, prefix=prefix, chat_template=chat_template
+            )
         turn = text[start:end].rstrip()
         while bos_token and turn.endswith(bos_token):
             turn = turn.removesuffix(bos_token).rstrip()

@@ -107,12 +107,12 @@ class FeatureStore(Dataset[Example]):
         mask = shard.get_slice("spoken")[rows].bool()
         return Example(
             index,
-            shard.get_slice("ids")[rows].tolist(),
-            [False] * tokens if index == FILLER else mask.tolist(),
-            truncated,
-            shard.get_slice("features")[rows],
+            ids=shard.get_slice("ids")[rows].tolist(),
+            assistant_mask=[False] * tokens if index == FILLER else mask.tolist(),
+            truncated=truncated,
+            features=shard.get_slice("features")[rows],
             # Absent in stores of earlier versions.
-            shard.get_slice("best")[rows] if "best" in set(shard.keys()) else None,
+            best=shard.get_slice("best")[rows] if "best" in set(shard.keys()) else None,
         )
 
     def size(self, index: int) -> int:
@@ -208,7 +208,9 @@ def write_features(
     first = len(missing) * state.process_index // state.num_processes
     last = len(missing) * (state.process_index + 1) // state.num_processes
     own = missing[first:last]
-    work = (_compute_shard(data, target, states, chats, batch_size) for chats in own)
+    work = (
+        _compute_shard(data, target, states, chats=chats, batch_size=batch_size) for chats in own
+    )
     described = 0
     while True:
         examples = next(work, None)

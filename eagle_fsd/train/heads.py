@@ -40,7 +40,7 @@ def new_head(config: TrainConfig, target: Target, token_ids: Tensor | None = Non
     size = target.vocab_size if token_ids is None else len(token_ids)
     reads = head_reads(config.head_type, target)
     flags = Eagle3Flags(**{name: getattr(config, name) for name in EAGLE3_FLAGS})
-    head = Eagle3Head(layers, target.hidden_size, size, reads, flags)
+    head = Eagle3Head(layers, target.hidden_size, draft_vocab_size=size, reads=reads, flags=flags)
     rows = target.lm_head.weight.detach()
     if token_ids is not None:
         token_ids = token_ids.sort().values
@@ -56,7 +56,14 @@ def empty_copy(head: DraftHead, dtype: torch.dtype) -> DraftHead:
     copy: DraftHead
     if isinstance(head, Eagle3Head):
         size, reads = head.draft_vocab_size, head.reads
-        copy = Eagle3Head(head.config, head.target_hidden_size, size, reads, head.flags, dtype)
+        copy = Eagle3Head(
+            head.config,
+            head.target_hidden_size,
+            draft_vocab_size=size,
+            reads=reads,
+            flags=head.flags,
+            dtype=dtype,
+        )
         if head.token_ids is not None:
             copy.set_token_ids(head.token_ids)
     else:
@@ -106,7 +113,7 @@ def save_trained(
 ) -> None:
     """Save a head in the layout that EAGLE's authors publish."""
     if isinstance(head, Eagle3Head):
-        save_eagle3(head, path, "eagle", dtype, binary)
+        save_eagle3(head, path, layout="eagle", dtype=dtype, binary=binary)
     else:
         assert isinstance(head, EagleHead)
         save_head(head, path, dtype, binary)

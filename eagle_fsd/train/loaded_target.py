@@ -52,7 +52,13 @@ class LoadedTarget:
         # Before the weights, so that an unknown template is reported at once.
         chat_template = load_chat_template(tokenizer, options.chat_template)
         target = load_frozen_target(options, device_map, token, layers)
-        return cls(target_name(options), target, tokenizer, chat_template, options.chat_template)
+        return cls(
+            target_name(options),
+            target,
+            tokenizer,
+            chat_template,
+            chat_template_name=options.chat_template,
+        )
 
     def open_chats(
         self,

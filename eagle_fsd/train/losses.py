@@ -222,5 +222,5 @@ def unroll(head: DraftHead, features: Tensor, tokens: Tensor, runs: int) -> list
         visible = [key <= query - run]
         visible += [key == query - run + earlier for earlier in range(1, run + 1)]
         mask = additive_mask(torch.cat(visible, -1)[None], head.dtype).expand(batch, -1, -1, -1)
-        outputs.append(head(x, tokens, positions, mask, cache))
+        outputs.append(head(x, tokens, positions, mask=mask, cache=cache))
     return outputs

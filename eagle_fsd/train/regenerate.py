@@ -74,7 +74,7 @@ def regenerate(
             chats = open_chat_file(request.data, report)
         with progress("rewriting") as report:
             remote = ServerWriter(server, on_tokens)
-            return rewrite_chats(remote, chats, request.out, config, report)
+            return rewrite_chats(remote, chats, request.out, config=config, progress=report)
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
     state = PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)
     check_device_map(request.device_map, state.num_processes)
@@ -85,7 +85,7 @@ def regenerate(
         chats = loaded.open_chats(request.data, progress=report).file
     with progress("rewriting") as report:
         writer = LocalWriter(loaded, on_tokens)
-        rewritten = rewrite_chats(writer, chats, request.out, config, report)
+        rewritten = rewrite_chats(writer, chats, request.out, config=config, progress=report)
     is_main = state.is_main_process
     state.destroy_process_group()
     return rewritten if is_main else None
@@ -130,7 +130,7 @@ class Rewriting:
         except ValueError as error:
             self._end(draft, str(error))
             return None
-        return NextTurn("assistant", prompt, sampling, limit, tuple(self.template.stop))
+        return NextTurn("assistant", prompt, sampling, limit=limit, stop=tuple(self.template.stop))
 
     def take(
         self, draft: Draft, turn: NextTurn, text: str, complete: bool, error: str | None = None

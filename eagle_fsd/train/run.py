@@ -122,7 +122,9 @@ def train(
     if request.store_features:
         assert isinstance(data, ChatDataset)  # TrainRequest excludes stored features
         with progress("features") as report:
-            data = write_features(data, target, states, stored, fingerprint, progress=report)
+            data = write_features(
+                data, target, states, folder=stored, fingerprint=fingerprint, progress=report
+            )
 
     def save(trained: DraftHead) -> None:
         dtype = None if target.dtype == torch.float32 else target.dtype

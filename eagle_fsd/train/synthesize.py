@@ -175,7 +175,7 @@ class Plan:
             text = self.template.render(chat, add_generation_prompt=True)
             sampling = self._sampling["assistant"].updated(seed=seed)
             stop = tuple(self.template.stop)
-            return NextTurn("assistant", text, sampling, config.max_new_tokens, stop)
+            return NextTurn("assistant", text, sampling, limit=config.max_new_tokens, stop=stop)
         header, footer = user_header(chat, self.template)
         prefixes = () if answers else config.prefix
         start = ""
@@ -184,7 +184,9 @@ class Plan:
         text = f"{header}{start}" if start else header.rstrip(" ")  # words begin with their space
         sampling = self._sampling["user"].updated(seed=seed)
         stop = (self._end(footer),) if footer.strip() else ()
-        return NextTurn("user", text, sampling, config.max_user_tokens, stop, start)
+        return NextTurn(
+            "user", text, sampling, limit=config.max_user_tokens, stop=stop, start=start
+        )
 
     def take(
         self, draft: Draft, turn: NextTurn, text: str, complete: bool, error: str | None = None

@@ -21,6 +21,12 @@ def rank_tokens(
     with progress("reading") as report:
         chats = loaded.open_chats(request.data, request.max_length, report)
     with progress("counting") as report:
-        counts = count_answer_tokens(chats, range(len(chats)), loaded.target.vocab_size, 0, report)
+        counts = count_answer_tokens(
+            chats,
+            range(len(chats)),
+            vocab_size=loaded.target.vocab_size,
+            workers=0,
+            progress=report,
+        )
     write_ranks(request.out, rank_by_frequency(counts))
     return int((counts > 0).sum())

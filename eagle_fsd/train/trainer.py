@@ -275,7 +275,7 @@ class Trainer:
         with self.accelerator.autocast():
             best = None if batch.best is None else batch.best[:, 1:]
             losses: dict[str, Tensor] = self.losses(
-                noisy, batch.ids[:, 1:], labels, batch.loss_mask, best
+                noisy, batch.ids[:, 1:], labels, loss_mask=batch.loss_mask, best=best
             )
         return losses
 

@@ -34,7 +34,7 @@ def validation_losses(
         features = batch_features(target, batch, states).to(losses.head.dtype)
         inputs, labels = split_features(losses.head, features)
         best = None if batch.best is None else batch.best[:, 1:]
-        result = losses(inputs, batch.ids[:, 1:], labels, batch.loss_mask, best)
+        result = losses(inputs, batch.ids[:, 1:], labels, loss_mask=batch.loss_mask, best=best)
         for name, value in result.items():
             sums[name] = sums.get(name, 0.0) + float(value)
         positions += int(batch.loss_mask.sum())

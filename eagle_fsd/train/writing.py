@@ -135,7 +135,9 @@ class LocalWriter:
                     elif (request := self._request(turn)) is not None:
                         running[batch.add(request)] = draft, turn
                     else:
-                        script.take(draft, turn, "", False, "the context is full")
+                        script.take(
+                            draft, turn, text="", complete=False, error="the context is full"
+                        )
                         yield draft
                 if not running:
                     return
@@ -190,7 +192,9 @@ class ServerWriter:
         key = os.environ.get(server.api_key_env)
         if key is None and "api_key_env" in server.model_fields_set:
             raise OptionsError(f"the environment variable {server.api_key_env} is not set")
-        self.endpoint = Endpoint(url, model, key, server.timeout, server.retries)
+        self.endpoint = Endpoint(
+            url, model, api_key=key, timeout=server.timeout, retries=server.retries
+        )
         self.fingerprint = {"server": self.endpoint.redacted_url, "model": model}
         self.concurrency, self.on_tokens, self.prefix = server.concurrency, on_tokens, prefix
 
@@ -215,7 +219,7 @@ class ServerWriter:
                 except EndpointError as error:
                     if error.status not in REJECTIONS:
                         raise
-                    script.take(draft, turn, "", False, str(error))
+                    script.take(draft, turn, text="", complete=False, error=str(error))
 
         try:
             client = ChatClient(self.endpoint, self.on_tokens)

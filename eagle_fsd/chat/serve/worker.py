@@ -89,7 +89,9 @@ class FSDWorker(_BaseWorker):  # type: ignore[misc]
         super().__init__(controller or "", address, secrets.token_hex(4), names[0], names, 1)
         self.tokenizer, self.context_len = model.tokenizer, model.target.context_length
         self.metrics = ServerMetrics()
-        self.backend = LocalBackend(model, chat_template, limits, names[0], self.metrics)
+        self.backend = LocalBackend(
+            model, chat_template, limits, name=names[0], observer=self.metrics
+        )
         self.queue = self.backend.queue
 
     def make_conv_template(self, *_: Any, **__: Any) -> Any:
@@ -312,7 +314,9 @@ def run_worker(
     """
     if access.keys:
         address = with_key(address, access.keys[0])
-    worker = FSDWorker(model, chat_template, limits, controller, address, list(names))
+    worker = FSDWorker(
+        model, chat_template, limits, controller=controller, address=address, names=list(names)
+    )
 
     def register() -> None:
         # Only once the port is open: the controller may send a request at once.

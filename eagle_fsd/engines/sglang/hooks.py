@@ -161,7 +161,9 @@ class RelaxedSample:
             emitted = roots + 1 - prompts.to(roots.device, non_blocking=True)
             names = [request.rid for request in batch.reqs]
             state = self.verifier.states.of(names, emitted.float())
-        self.verifier(logits, verify_input.retrieve_index.long(), tree, sampling, state)
+        self.verifier(
+            logits, verify_input.retrieve_index.long(), tree, sampling=sampling, state=state
+        )
 
 
 class _RelaxedMask:

@@ -107,7 +107,15 @@ class TreeVerifier(EngineRule):
             noise = torch.empty_like(values).exponential_()
             drawn = (values.softmax(-1) / noise).argmax(-1)
             best = torch.where(sampling.greedy[:, None], best, drawn)
-        inputs = VerificationInputs(tree, processed, processed, warped, None, best, state=state)
+        inputs = VerificationInputs(
+            tree,
+            raw=processed,
+            processed=processed,
+            warped=warped,
+            warped_draft=None,
+            sampled=best,
+            state=state,
+        )
         kept = verify(inputs, self.rule)
         self.record(inputs, kept, state is not None)
 

@@ -84,11 +84,11 @@ class RelaxedSampler(RejectionSampler):
             logits,
             layout,
             tree,
-            raw,
-            processed,
-            warped,
-            greedy,
-            self.state,
+            raw=raw,
+            processed=processed,
+            warped=warped,
+            greedy=greedy,
+            state=self.state,
             all_greedy=sampling_metadata.all_greedy,
         )
         return logits

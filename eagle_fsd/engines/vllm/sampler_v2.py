@@ -108,11 +108,11 @@ class RelaxedSamplerV2(RejectionSampler):
                 target,
                 layout,
                 tree,
-                raw,
-                processed,
-                processed if warped is values else law(warped),
-                sampling.temperature.gpu[idx_mapping] == 0.0,
-                state,
+                raw=raw,
+                processed=processed,
+                warped=processed if warped is values else law(warped),
+                greedy=sampling.temperature.gpu[idx_mapping] == 0.0,
+                state=state,
             )
             return warped.float().index_copy(0, rows, target)
 

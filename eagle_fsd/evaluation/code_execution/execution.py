@@ -76,15 +76,17 @@ def run_program(program: Program, sandboxed: bool = True, seconds: float = 10.0)
         reply_reader, reply_writer = os.pipe()
         try:
             stack.enter_context(
-                start_child("answer", limits, sandboxed, request_reader, reply_writer)
+                start_child(
+                    "answer", limits, sandboxed=sandboxed, stdin=request_reader, stdout=reply_writer
+                )
             )
             checker = stack.enter_context(
                 start_child(
                     "checker",
                     limits,
-                    sandboxed,
-                    job,
-                    verdict,
+                    sandboxed=sandboxed,
+                    stdin=job,
+                    stdout=verdict,
                     descriptors=(reply_reader, request_writer),
                 )
             )

@@ -80,7 +80,7 @@ class Agreement:
             lengths = tokens.new_zeros(1)
             cache = drafter.new_cache(1, size)
             keys = cache.keys(size, ids.device)
-            hidden = drafter.append(features, tokens, lengths, keys, cache)[0]
+            hidden = drafter.append(features, tokens, lengths, keys=keys, cache=cache)[0]
             # The last output predicts the token after the sequence.
             for rows in hidden[start - size - 1 : -1].split(CHUNK):
                 yield drafter.log_probs(rows)

@@ -54,7 +54,7 @@ def find_settings(drafter: LevelDrafter, target: Target) -> list[DrafterSetting]
         reads = other_reads(drafter, target)
         others = [(_describe_reads(item), [(drafter, "reads", item)]) for item in reads]
         value = _describe_reads(drafter.reads)
-        found.append(DrafterSetting("hidden states", value, step, others, MIN_READS_GAIN))
+        found.append(DrafterSetting("hidden states", value, step, others, min_gain=MIN_READS_GAIN))
     if isinstance(drafter, DraftHead):
         value = "embedding, then hidden state"
         step = "export the head again, with its weights' columns in order: it agrees best with {}"

@@ -94,7 +94,9 @@ def read_questions(path: str | Path, grader: Grader | None = None) -> list[Quest
 def bundled_questions(count: int, seed: int = 0) -> list[Question]:
     """Generate problems that the bundled pair was not trained on."""
     return [
-        Question(index, "bundled", (problem.question,), "number", str(problem.final))
+        Question(
+            index, "bundled", (problem.question,), scored_by="number", answer=str(problem.final)
+        )
         for index, problem in enumerate(problems("test", count, seed))
     ]
 
@@ -104,7 +106,11 @@ def bundled_edits(count: int, seed: int = 0) -> list[Question]:
     found = []
     for index, versions in enumerate(edited_problems("test", count, seed=seed)):
         turns = tuple(problem.question for problem in versions)
-        found.append(Question(index, "bundled-edits", turns, "number", str(versions[-1].final)))
+        found.append(
+            Question(
+                index, "bundled-edits", turns, scored_by="number", answer=str(versions[-1].final)
+            )
+        )
     return found
 
 
@@ -330,7 +336,14 @@ def _gsm8k(row: dict[str, Any], index: int) -> Question:
     request = (
         "Work it out step by step and end with a line that says #### and then the number alone."
     )
-    return Question(index, "gsm8k", (f"{question}\n{request}",), "number", number, solution)
+    return Question(
+        index,
+        "gsm8k",
+        (f"{question}\n{request}",),
+        scored_by="number",
+        answer=number,
+        reference=solution,
+    )
 
 
 def _commonsense_qa(row: dict[str, Any], _: int) -> Question:
@@ -344,7 +357,7 @@ def _commonsense_qa(row: dict[str, Any], _: int) -> Question:
     answer = _string(row, "answerKey")
     _require(answer in labels, f'"answerKey" must be the label of a choice; got {answer[:20]!r}')
     turn = _multiple_choice_prompt(_string(question, "stem"), choices)
-    return Question(_id(row, "id"), "commonsense-qa", (turn,), "letter", answer)
+    return Question(_id(row, "id"), "commonsense-qa", (turn,), scored_by="letter", answer=answer)
 
 
 def _mmlu(row: dict[str, Any], index: int) -> Question:
@@ -362,7 +375,7 @@ def _mmlu(row: dict[str, Any], index: int) -> Question:
     )
     turn = _multiple_choice_prompt(_string(row, "question", allow_blank=True), choices)
     category = _optional_string(row, "subject") or "mmlu"
-    return Question(index, category, (turn,), "letter", letter)
+    return Question(index, category, (turn,), scored_by="letter", answer=letter)
 
 
 def _multiple_choice_prompt(stem: str, choices: list[tuple[str, str]]) -> str:
@@ -384,10 +397,10 @@ def _human_eval(row: dict[str, Any], _: int) -> Question:
         _id(row, "task_id"),
         "humaneval",
         (turn,),
-        "code",
-        _string(row, "test"),
-        _optional_string(row, "canonical_solution"),
-        {"prompt": prompt, "entry_point": entry_point},
+        scored_by="code",
+        answer=_string(row, "test"),
+        reference=_optional_string(row, "canonical_solution"),
+        extra={"prompt": prompt, "entry_point": entry_point},
     )
 
 
@@ -412,66 +425,66 @@ FORMATS = (
     Format(
         "turns (MT-bench, Spec-Bench)",
         '{"question_id": 1, "turns": ["Name a river.", "And a lake?"], "category": "writing"}',
-        "not scored",
-        lambda row: "turns" in row,
-        _multi_turn,
+        scored="not scored",
+        matches=lambda row: "turns" in row,
+        parse=_multi_turn,
     ),
     Format(
         "code (HumanEval)",
         '{"task_id": "t/1", "prompt": "def f(x):", "entry_point": "f", "test": "..."}',
-        "runs the code, with --execute-code",
-        lambda row: "entry_point" in row,
-        _human_eval,
+        scored="runs the code, with --execute-code",
+        matches=lambda row: "entry_point" in row,
+        parse=_human_eval,
     ),
     Format(
         "IFEval",
         '{"key": 1, "prompt": "Name a river without a comma.", "instruction_id_list":'
         ' ["punctuation:no_comma"], "kwargs": [{}]}',
-        "programs that check each instruction",
-        lambda row: "instruction_id_list" in row,
-        _ifeval,
+        scored="programs that check each instruction",
+        matches=lambda row: "instruction_id_list" in row,
+        parse=_ifeval,
     ),
     Format(
         "prompt",
         '{"prompt": "Name a river.", "answer": "Rhine"}',
-        _GRADED,
-        lambda row: "prompt" in row,
-        _prompt,
+        scored=_GRADED,
+        matches=lambda row: "prompt" in row,
+        parse=_prompt,
     ),
     Format(
         "messages",
         '{"messages": [{"role": "user", "content": "Name a river."}]}',
-        _GRADED,
-        lambda row: "messages" in row,
-        _messages,
+        scored=_GRADED,
+        matches=lambda row: "messages" in row,
+        parse=_messages,
     ),
     Format(
         "CommonsenseQA",
         '{"id": "c1", "question": {"stem": "Where is a fish?", "choices": [{"label": "A", "text":'
         ' "sea"}, {"label": "B", "text": "sky"}]}, "answerKey": "A"}',
-        "letter",
-        lambda row: isinstance(row.get("question"), dict),
-        _commonsense_qa,
+        scored="letter",
+        matches=lambda row: isinstance(row.get("question"), dict),
+        parse=_commonsense_qa,
     ),
     Format(
         "choices (MMLU)",
         '{"question": "2 + 2?", "choices": ["3", "4"], "answer": "B", "subject": "math"}',
-        "letter",
-        lambda row: "choices" in row,
-        _mmlu,
+        scored="letter",
+        matches=lambda row: "choices" in row,
+        parse=_mmlu,
     ),
     Format(
         "GSM8K",
         '{"question": "How many?", "answer": "2 + 2 = 4\\n#### 4"}',
-        "number",
-        lambda row: "question" in row and "####" in str(row.get("answer")),
-        _gsm8k,
+        scored="number",
+        matches=lambda row: "question" in row and "####" in str(row.get("answer")),
+        parse=_gsm8k,
     ),
     Format(
         "question",
         '{"question": "What is the capital of Peru?", "answer": "Lima"}',
-        "number or exact match",
-        lambda row: "question" in row,
-        _question,
+        scored="number or exact match",
+        matches=lambda row: "question" in row,
+        parse=_question,
     ),
 )

@@ -158,7 +158,7 @@ def requested_questions(
     count = None
     if name in GENERATED_SETS:
         count = request.skip + (request.count or DEFAULT_BUNDLED_COUNT) + shots
-    questions = find_questions(name, count, seed, progress, grader)
+    questions = find_questions(name, count, seed=seed, progress=progress, grader=grader)
     if any(question.scored_by == "instructions" for question in questions):
         ifeval.load_checkers()
     suitable = [item for item in questions if len(item.turns) == 1 and _solution(item)]
