@@ -201,3 +201,25 @@ def test_links_at_the_top() -> None:
     for name in ("model", "train", "evaluation"):
         assert (ROOT / name).is_symlink()
         assert (ROOT / name).resolve() == PACKAGE / name
+
+
+def test_calls_with_many_arguments_use_keywords() -> None:
+    """Calls of the package's functions and classes pass at most four arguments by position."""
+    trees = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
+    names = {
+        node.name
+        for tree in trees.values()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+        or (isinstance(node, ast.FunctionDef) and node.args.vararg is None)
+    }
+    long = [
+        f"{module}:{node.lineno}"
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in names
+        and len(node.args) > 4
+    ]
+    assert long == []

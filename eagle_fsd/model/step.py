@@ -134,8 +134,8 @@ def draft_and_score(
     draft = prepare(type(state.draft).draft, drafter.network, state.draft.on_device)
     tree = draft(state.draft, state.roots, draft_keys, RandomNumbers(state.keys, state.lengths))
     enter("target")
-    score = prepare(Target.forward_tree, target.model, True)
-    return tree, score(target, tree, state.lengths, keys, state.cache, drafter.reads, state.folds)
+    forward = prepare(Target.forward_tree, target.model, True)
+    return tree, forward(target, tree, state.lengths, keys, state.cache, drafter.reads, state.folds)
 
 
 def verify_and_commit(

@@ -292,11 +292,11 @@ class Trainer:
 
     def _epoch_batches(self, epoch: int) -> list[list[int]]:
         """Return the indices of the chats of this process's batches."""
-        config = self.config
-        part = epoch, self.accelerator.process_index, self.accelerator.num_processes
+        config, accelerator = self.config, self.accelerator
+        shared = (config.seed, epoch, accelerator.process_index, accelerator.num_processes)
         if config.tokens_per_batch is not None:
-            return shared_batches(self.packed, config.seed, *part)
-        return shuffled_batches(self.chats, self.sizes, config.batch_size, config.seed, *part)
+            return shared_batches(self.packed, *shared)
+        return shuffled_batches(self.chats, self.sizes, config.batch_size, *shared)
 
     def _measure_lengths(self, progress: ProgressFactory) -> list[int]:
         """Return the number of tokens of each training chat; processes share the encoding."""
