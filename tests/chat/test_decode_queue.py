@@ -179,9 +179,17 @@ def test_requests_of_a_busy_client_make_room_for_others(
 ) -> None:
     """A full queue drops the newest waiting request of a client with more than an equal share."""
 
+    held, released = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        released.wait(120)
+
     async def work() -> None:
         long, short = request(model, **LONG), request(model, max_new_tokens=1)
-        jobs = [queue.submit(replace(long, client="a")) for _ in range(6)]
+        jobs = [queue.submit(replace(long, client="a"))]
+        await asyncio.to_thread(held.wait, 120)
+        jobs += [queue.submit(replace(long, client="a")) for _ in range(5)]
         call = asyncio.create_task(queue.call(lambda _: 7, "b"))
         await asyncio.sleep(0)
         others = [queue.submit(replace(short, client=client)) for client in "bb"]
@@ -195,9 +203,11 @@ def test_requests_of_a_busy_client_make_room_for_others(
                 await collect(job)
         for job in jobs[:3]:
             job.cancel()
+        released.set()
         assert await call == 7
         assert [len(await collect(job)) for job in others] == [1, 1]
 
+    recorder.on_step = hold  # keeps the requests in their places
     run(work)
     assert recorder.finished.count("cancelled") == 3
 
