@@ -561,21 +561,30 @@ def _cache_bytes(config: Any, dtype: torch.dtype, layers: int | None = None) -> 
     return 2 * (layers or config.num_hidden_layers) * groups * size * dtype.itemsize
 
 
-def step_row(
-    contender: Contender,
-    times: StepTimes,
-    plain: StepTimes,
+def step_rows(
+    contenders: Sequence[Contender],
+    times: Mapping[str, StepTimes],
     context: int,
     rows: int,
     bandwidth: float,
+) -> list[dict[str, Any]]:
+    """Summarize the steps of contenders, among which is plain decoding."""
+    found = []
+    for contender in contenders:
+        floor = step_bytes(contender, context, rows) / bandwidth
+        found.append(_step_row(contender, times[contender.name], times[PLAIN], rows, floor=floor))
+    return found
+
+
+def _step_row(
+    contender: Contender, times: StepTimes, plain: StepTimes, rows: int, floor: float
 ) -> dict[str, Any]:
     """Summarize the steps of a contender.
 
-    ``bandwidth``: Bytes per second. Returns milliseconds by phase and of the floor; ``speedup`` is
+    ``floor``: Seconds. Returns milliseconds by phase and of the floor; ``speedup`` is
     relative to plain decoding. Phases that have not been measured are None. ``phased_ms`` is the
     step that was divided into phases.
     """
-    floor = step_bytes(contender, context, rows) / bandwidth
     phases: dict[str, float | None] = dict.fromkeys((*SHOWN_PHASES, "rest"))
     if times.phases:
         shown = {phase: 1e3 * times.phases.get(phase, 0.0) for phase in SHOWN_PHASES}

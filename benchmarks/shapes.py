@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from measurement import (
     FSD,
-    PLAIN,
     QUICK,
     Contender,
     StepTimes,
@@ -43,7 +42,7 @@ from measurement import (
     parse_tree,
     random_prompt,
     save_report,
-    step_row,
+    step_rows,
     time_steps,
     tree_name,
 )
@@ -216,17 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ways, times = _time(
                 options, pair, rows=options.rows, context=context, timing=timing, label=title
             )
-            rows = [
-                step_row(
-                    way,
-                    times[way.name],
-                    plain=times[PLAIN],
-                    context=context,
-                    rows=options.rows,
-                    bandwidth=bandwidth,
-                )
-                for way in ways
-            ]
+            rows = step_rows(ways, times, context, rows=options.rows, bandwidth=bandwidth)
             note = (
                 f"{options.accepted} drafted tokens accepted per step, context {context}, batch"
                 f" {options.rows}; copy bandwidth {bandwidth / 1e9:.0f} GB/s."

@@ -26,7 +26,6 @@ import torch
 from measurement import (
     EXACT,
     FSD,
-    PLAIN,
     QUICK,
     SAMPLED,
     Table,
@@ -42,7 +41,7 @@ from measurement import (
     prompt_ids,
     random_prompt,
     save_report,
-    step_row,
+    step_rows,
     time_steps,
 )
 from shapes import SHAPES, random_head, random_target
@@ -94,17 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name = options.shape or "bundled pair"
 
     def results() -> list[dict[str, Any]]:
-        return [
-            step_row(
-                way,
-                times[way.name],
-                plain=times[PLAIN],
-                context=context,
-                rows=options.rows,
-                bandwidth=bandwidth,
-            )
-            for way in ways
-        ]
+        return step_rows(ways, times, context, rows=options.rows, bandwidth=bandwidth)
 
     times = time_steps(ways, ids, timing, label=name, accepted=accepted)
     _save(options, name, results(), context=context, bandwidth=bandwidth, finished=False)

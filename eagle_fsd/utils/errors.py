@@ -1,4 +1,4 @@
-"""Tell errors apart that torch has no types for."""
+"""Recognize errors for which torch has no type of its own."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def fastchat(module: str, folder: Path, probe: str, *arguments: str) -> Iterator
 def controller(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """URL of FastChat's controller, with one of our workers registered."""
+    """Start FastChat's controller and one of our workers, and return the controller's URL."""
     with fastchat("controller", tmp_path_factory.mktemp("controller"), "/test_connection") as url:
         keys = {"EAGLE_FSD_API_KEYS": request.param}
         worker = ServerProcess("serve", "worker", "--controller", url, **keys)
@@ -93,7 +93,7 @@ def controller(
 
 @pytest.fixture(scope="module")
 def client(controller: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    """OpenAI client of FastChat's API server, connected to the controller."""
+    """Start FastChat's API server, and return an OpenAI client for it."""
     folder, options = tmp_path_factory.mktemp("api"), ("--controller-address", controller)
     with fastchat("openai_api_server", folder, "/v1/models", *options) as url:
         http_client = httpx.Client(trust_env=False)

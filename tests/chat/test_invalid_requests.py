@@ -308,7 +308,7 @@ def test_invalid_http(target: Target) -> None:
 
 
 def test_there_are_no_other_routes(target: Target) -> None:
-    """FastAPI's documentation and the other routes of FastChat's API server return 404."""
+    """FastAPI's documentation pages and FastChat's other routes return 404."""
     for path in (
         "/api/v1/chat/completions",
         "/api/v1/token_check",
