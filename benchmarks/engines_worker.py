@@ -1,8 +1,7 @@
 """Decode in vLLM for ``engines.py`` and tests, in a process of an interpreter that has it.
 
-``python engines_worker.py REQUEST`` reads a JSON file with ``target``, ``prompts`` (token ids),
-``max_tokens``, ``concurrency``, and optionally ``speculative_config`` and ``settings``. It prints a
-line of JSON with a measurement for each number of concurrent requests.
+``python engines_worker.py REQUEST`` reads a JSON file with the request that :func:`measure`
+describes, and prints a line of JSON with what it returns.
 """
 
 from __future__ import annotations
@@ -15,6 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+#: The environment of vLLM, which reads it when it is imported.
+ENVIRONMENT = {
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+}
 COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
 
 
@@ -42,12 +48,17 @@ class Clock:
 
 def main() -> None:
     """Measure one configuration."""
-    os.environ |= {
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "HF_HUB_OFFLINE": "1",
-    }
+    os.environ |= ENVIRONMENT
+    found = measure(json.loads(Path(sys.argv[1]).read_text()))
+    sys.stdout.write(f"\n{json.dumps(found)}\n")
+
+
+def measure(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """Decode in this process, and return a measurement for each number of concurrent requests.
+
+    The request has ``target``, ``prompts`` (token ids), ``max_tokens``, ``concurrency``, and
+    optionally ``speculative_config`` and ``settings``. Functions of vLLM remain wrapped.
+    """
     from vllm import LLM, SamplingParams
     from vllm.v1.sample.rejection_sampler import RejectionSampler
 
@@ -55,7 +66,6 @@ def main() -> None:
     from eagle_fsd.engines.vllm import runner
     from eagle_fsd.engines.vllm.sampler import RelaxedSampler
 
-    request: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     options = {}
     if "settings" in request:
         options["additional_config"] = {"eagle_fsd": request["settings"]}
@@ -104,7 +114,7 @@ def main() -> None:
                 "rule_share": 100.0 * _rule_seconds(rule, processors, outside) / seconds,
             }
         )
-    sys.stdout.write(f"\n{json.dumps(found)}\n")
+    return found
 
 
 def _rule_seconds(rule: Clock, processors: Clock, outside: Clock) -> float:
