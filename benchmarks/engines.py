@@ -14,6 +14,7 @@ layout first.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=32, help="number of problems")
     parser.add_argument("--max-tokens", type=int, default=200, help="tokens per answer")
     options = parse(parser, arguments, device="cpu", dtype="float32")
+    threads = {"OMP_NUM_THREADS": str(options.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     count, concurrency = (2, [1, 2]) if options.quick else (options.count, [1, 16])
     target = locate_model(options.target)
     prompts = [task.ids for task in word_problems(load_tokenizer(target), count)]
@@ -98,7 +100,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             }
             file.write_text(json.dumps(request_values | values))
             done = subprocess.run(
-                [options.vllm_python, WORKER, file], capture_output=True, text=True, check=False
+                [options.vllm_python, WORKER, file],
+                env=os.environ | threads,
+                capture_output=True,
+                text=True,
+                check=False,
             )
             if done.returncode:
                 raise RuntimeError(f"{name} failed in vLLM:\n{done.stderr[-2000:]}")

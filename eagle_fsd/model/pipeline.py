@@ -213,6 +213,8 @@ class EagleFSD:
         model._name, model._token = name, token
         model.compile = compile
         model.configure(from_file)
+        if draft_vocabulary is not None:  # settings do not say which one they were calibrated with
+            model._certified = None
         shape = {"total_tokens": total_tokens, "depth": depth, "top_k": top_k}
         if tree is not None or any(value is not None for value in shape.values()):
             model.tree = override(model.tree, "tree", tree, **shape)

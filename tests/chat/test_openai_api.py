@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -14,6 +15,7 @@ from prompts import reference, tokenize
 import eagle_fsd
 from eagle_fsd import EagleFSD
 from eagle_fsd.bundled import BUNDLED_HEAD
+from eagle_fsd.model.checkpoint import RANKS_FILE, write_ranks
 from eagle_fsd.model.config import read_settings
 
 
@@ -185,7 +187,9 @@ def test_sampling_options_take_effect(model: EagleFSD, client: openai.OpenAI) ->
     assert tokens(min_p=1.0, **sampled) == greedy != tokens(**sampled)
 
 
-def test_certificate_is_declared_where_it_holds(model: EagleFSD, client: openai.OpenAI) -> None:
+def test_certificate_is_declared_where_it_holds(
+    model: EagleFSD, client: openai.OpenAI, tmp_path: Path
+) -> None:
     """Only requests that decode with exactly the certified settings declare the certificate."""
     certificate = model.certificate_for(model.acceptance)
     assert certificate is not None
@@ -214,6 +218,10 @@ def test_certificate_is_declared_where_it_holds(model: EagleFSD, client: openai.
     assert changed.certificate_for(changed.acceptance) == certificate
     changed.tree = tree.updated(total_tokens=tree.total_tokens - 1)
     assert changed.certificate_for(changed.acceptance) is None
+    write_ranks(tmp_path / RANKS_FILE, torch.arange(20))
+    fewer = EagleFSD.from_pretrained(draft_vocabulary=tmp_path / RANKS_FILE)
+    assert fewer.acceptance == model.acceptance
+    assert fewer.certificate_for(fewer.acceptance) is None
 
 
 def test_lengths_beyond_the_room_are_errors(server: APIThread, client: openai.OpenAI) -> None:
