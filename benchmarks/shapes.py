@@ -62,7 +62,7 @@ from eagle_fsd.model.drafters.eagle import EagleHead
 #: Size of a reduced draft vocabulary, as in FR-Spec (arXiv 2502.14856).
 DRAFT_VOCAB = 32_000
 #: Standard deviation of random logits. It makes the most likely token much more likely than the
-#: others, as in trained models, so that trees are deep.
+#: others, as in trained models, so trees are deep.
 LOGIT_SPREAD = 30.0
 
 

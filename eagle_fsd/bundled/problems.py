@@ -419,7 +419,7 @@ def generate_problem(rng: random.Random, people: Sequence[_Person] | None = None
 def split_of(question: str) -> Split:
     """Return the split of a question.
 
-    A hash of the text determines the split, so that the two splits cannot overlap.
+    A hash of the text determines the split, so the two splits cannot overlap.
     """
     digest = hashlib.sha256(question.encode()).digest()
     return "test" if digest[0] % TEST_INTERVAL == 0 else "train"

@@ -123,7 +123,7 @@ def write_repository(
     code = out / "custom_generate"
     code.mkdir()
     atomic_write(code / "generate.py", _CODE)
-    # transformers compares numbers only, so that a development version cannot be required.
+    # transformers compares numbers only, so a development version cannot be required.
     is_release = version.replace(".", "").isdigit()
     bound = f">={version}" if is_release else f">{_RELEASE_BEFORE}"
     atomic_write(code / "requirements.txt", f"eagle-fsd{bound}\n")

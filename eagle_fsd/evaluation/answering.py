@@ -365,7 +365,7 @@ def _average(runs: Sequence[Sequence[Turn]]) -> list[Turn]:
 def answer_seed(seed: int, question_id: int | str, sample: int, turn: int) -> int:
     """Return the seed, below 2**56, with which a turn of an answer is sampled.
 
-    It depends neither on the other questions of a run nor on their order, so that a larger run
+    It depends neither on the other questions of a run nor on their order, so a larger run
     draws the same answers.
     """
     key = json.dumps([seed, question_id, sample, turn])

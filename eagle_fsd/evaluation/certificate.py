@@ -24,7 +24,7 @@ SELECTION_SHARE = 0.2
 MAX_TESTS = 3
 #: Error for questions without reference answers.
 NO_SCORE = (
-    "these questions have no score, so that a loss cannot be bounded: add reference answers, pass"
+    "these questions have no score, so a loss cannot be bounded: add reference answers, pass"
     " --grader, or calibrate with --measure agreement; eagle-fsd evaluate compares answers without,"
     " and a judge's with --judge-mode pair"
 )
@@ -165,7 +165,7 @@ def conclude(
     if last.certified:
         sentences = [
             f"{last.row['method']}, {last.row['speed_over_exact']:.2f} times exact decoding: on"
-            f" {paired} questions that had no part in its selection, it {_changes(last)}, so that"
+            f" {paired} questions that had no part in its selection, it {_changes(last)}, so"
             f" {confidence} it loses at most {points_text(last.drop / 100)} points of {measured}"
             " relative to exact decoding."
         ]
@@ -176,7 +176,7 @@ def conclude(
         ]
     else:
         found = "; ".join(
-            f"{item.row['method']} {_changes(item)}, so that it loses at most"
+            f"{item.row['method']} {_changes(item)}, so it loses at most"
             f" {points_text(item.drop / 100)} points"
             for item in verdicts
         )
@@ -188,7 +188,7 @@ def conclude(
     if tests > 1:
         level = confidence_per_test(bounds.confidence, tests)
         sentences.append(
-            f"Each of up to {tests} tests has a confidence of {100 * level:.4g}%, so that the"
+            f"Each of up to {tests} tests has a confidence of {100 * level:.4g}%, so the"
             " stated one holds whichever setting is reported."
         )
     return " ".join(sentences)

@@ -111,7 +111,7 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
             quantize=loaded.quantize,
             settings=settings,
         )
-        # Memory for batches is planned, so that "auto" need not find out.
+        # Memory for batches is planned, so "auto" need not find out.
         self._rows = max_batch_size if str(batch_size).startswith("auto") else int(batch_size)
         self.pair.compile = bool(loaded.compile)
         self.pair.capture = loaded.capture

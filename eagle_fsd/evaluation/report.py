@@ -111,7 +111,7 @@ class Summary:
     def speed_over(self, other: Summary | None) -> Ratio:
         """Compare speeds on the questions that both methods answered in the same session.
 
-        The questions of a group share one measured time, so that groups are the independent
+        The questions of a group share one measured time, so groups are the independent
         measurements of the interval. Without another method, the ratio is NaN.
         """
         theirs = other.timings if other is not None else {}

@@ -92,7 +92,7 @@ def conclusions(report: dict[str, Any], margins: Sequence[float] = MARGINS) -> l
     """Name the fastest method that is not inferior to exact decoding, for each margin.
 
     A method is not inferior if the report's limit on its loss of accuracy, which holds for all
-    methods at once, is at most the margin, so that too few questions recommend no method rather
+    methods at once, is at most the margin, so too few questions recommend no method rather
     than a worse one. Without exact decoding or without accuracies, there is no conclusion.
     """
     compared = [
@@ -168,7 +168,7 @@ def _quality(report: dict[str, Any], row: Row, reference: str) -> str:
     if "loss_limit" in against:
         return (
             f"of {against['paired']} questions it loses {against['lost']} and gains"
-            f" {against['gained']}, so that {sure} its loss of accuracy is at most"
+            f" {against['gained']}, so {sure} its loss of accuracy is at most"
             f" {points_text(against['loss_limit'])} points"
         )
     if pairs:
@@ -177,7 +177,7 @@ def _quality(report: dict[str, Any], row: Row, reference: str) -> str:
             unclear = f", and is unclear about {count}, which count{'s' * (count == 1)} as worse"
         return (
             f"the judge finds {pairs['lost']} of {pairs['questions']} answers worse and"
-            f" {pairs['won']} better{unclear}, so that {sure} the share of worse"
+            f" {pairs['won']} better{unclear}, so {sure} the share of worse"
             f" answers exceeds that of better ones by at most {points_text(pairs['loss_limit'])}"
             " points"
         )
@@ -199,7 +199,7 @@ def _quality(report: dict[str, Any], row: Row, reference: str) -> str:
     limit = f"{100 * found['changed_limit']:.0f}"
     bound = ""
     if limit != "100":
-        bound = f", so that {sure} at most {limit}% of the answers to such prompts change"
+        bound = f", so {sure} at most {limit}% of the answers to such prompts change"
     return (
         f"{found['identical']} of {found['answers']} answers are {reference}'s{price}"
         f"{bound}{likelihood}"

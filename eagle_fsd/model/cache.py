@@ -1,7 +1,7 @@
 """Preallocated key-value caches with a length per row.
 
 :class:`TreeCache` is an ordinary Hugging Face ``Cache`` whose layers write to given slots. Layers
-with keys of the same shape share one tensor, as do their values, so that two operations move the
+with keys of the same shape share one tensor, as do their values, so two operations move the
 slots that verification kept, whatever the number of layers.
 """
 

@@ -49,7 +49,7 @@ EAGER_STEPS = 3
 #: for it at every operation.
 SWITCH_INTERVAL = 5e-5
 #: Eager decoding with one row after which passes are compiled in the background: about as long as
-#: compiling takes, so that it costs at most as much as decoding has.
+#: compiling takes, so it costs at most as much as decoding has.
 BACKGROUND_SECONDS = 60.0
 #: Fewest tokens among it; a single short answer does not pay on a slow machine, either.
 BACKGROUND_TOKENS = 500

@@ -21,7 +21,7 @@ says the paper's results were obtained; see :func:`js_reference`.
 Each divergence also exists as ``top_k_<name>``, over the target's 50 most likely tokens plus one
 bucket for all others, and as ``top_p_<name>``, over the target's nucleus of mass 0.95 plus one
 bucket. Of tokens that are equally likely under the target, the 50 include those that are likelier
-under the draft, and the nucleus includes all or none, so that no divergence depends on the order of
+under the draft, and the nucleus includes all or none, so no divergence depends on the order of
 the vocabulary. Merging tokens into a bucket can only lower a divergence (data-processing
 inequality).
 """
@@ -168,7 +168,7 @@ _BASE: dict[str, Divergence] = {
     "tv": tv,
 }
 
-#: Every divergence by name. Inputs are clamped to :data:`LOG_FLOOR`, so that they may contain
+#: Every divergence by name. Inputs are clamped to :data:`LOG_FLOOR`, so they may contain
 #: ``-inf``; values are finite.
 DIVERGENCES: dict[str, Divergence] = {
     prefix + name: _build(name, buckets)

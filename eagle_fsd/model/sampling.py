@@ -49,7 +49,7 @@ STANDARD: dict[type[LogitsProcessor], tuple[str, tuple[str, ...]]] = {
     TopPLogitsWarper: ("top_p", ("temperature", "top_k")),
     MinPLogitsWarper: ("min_p", ("temperature", "top_k", "top_p")),
 }
-#: Processors that never read previous tokens, so that one call serves all nodes.
+#: Processors that never read previous tokens, so one call serves all nodes.
 PREFIX_FREE = (*WARPERS, hf.InfNanRemoveLogitsProcessor, hf.SuppressTokensLogitsProcessor)
 #: Processors that keep state from call to call.
 STATEFUL = (

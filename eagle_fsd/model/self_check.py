@@ -25,7 +25,7 @@ PARENTS = (0, 0, 0, 1, 2, 3, 4)
 DEPTHS = (0, 1, 1, 2, 2, 3, 3)
 #: The nodes of each branch below the root.
 BRANCHES = ((1, 3, 5), (2, 4, 6))
-#: The target's windows are this short during the check, so that a few tokens exceed them.
+#: The target's windows are this short during the check, so a few tokens exceed them.
 WINDOW = 4
 #: Maximum relative error of the logits at the median node, in float32 and in shorter dtypes. If one
 #: branch sees the other, the error is of the order of 1 at all nodes but one.

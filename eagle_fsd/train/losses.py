@@ -18,7 +18,7 @@ size, ``V`` vocabulary, ``D`` vocabulary of the head, ``R`` runs, ``n`` position
 covers.
 
 The losses over the vocabulary are computed in chunks of positions. The forward pass also computes
-their gradients, chunk by chunk, so that distributions are neither stored nor computed twice.
+their gradients, chunk by chunk, so distributions are neither stored nor computed twice.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def user_header(chat: Chat, template: ChatTemplate) -> tuple[str, str]:
     header, *rest = text.split(MARKER)
     if len(rest) != 1 or not header.strip():
         raise ValueError(
-            "the chat template writes no header before a user's message, so that the target cannot"
+            "the chat template writes no header before a user's message, so the target cannot"
             " be asked for one; pass --conv-template, or rewrite existing chats with eagle-fsd"
             " train regenerate"
         )

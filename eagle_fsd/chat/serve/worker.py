@@ -1,7 +1,7 @@
 """A FastChat worker that decodes with a pair.
 
 :class:`FSDWorker` uses FastChat's registration and heartbeat; :func:`worker_app` serves FastChat's
-worker protocol, including its error codes, so that FastChat's controller, API server and web page
+worker protocol, including its error codes, so FastChat's controller, API server and web page
 work unchanged. The routes are implemented here because FastChat's leak a semaphore slot on every
 error.
 """

@@ -1,7 +1,7 @@
 """vLLM's rejection sampler with an acceptance rule.
 
 Before vLLM's own kernels verify a batch, the drafted tokens that the rule accepts become certain in
-the target's distributions, so that the kernels, greedy or sampling, accept them, too. Everything
+the target's distributions, so the kernels, greedy or sampling, accept them, too. Everything
 else remains vLLM's, among it the lossless verification of the other tokens.
 
 Shape letters: ``B`` requests, ``T`` drafted tokens of all requests, ``V`` vocabulary.

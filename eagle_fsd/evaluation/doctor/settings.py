@@ -22,7 +22,7 @@ Change = tuple[Any, str, Any]
 Alternatives = Iterable[tuple[str, Sequence[Change]]]
 
 #: By how much the agreement must rise, as a share of 1; the second one is for other hidden states.
-#: Neighboring layers have similar states, so that numbering the layers wrongly by one costs the
+#: Neighboring layers have similar states, so numbering the layers wrongly by one costs the
 #: bundled EAGLE-3 head 1 to 2 %.
 MIN_GAIN, MIN_READS_GAIN = 0.03, 0.005
 #: Bases of the rotary embedding in published models.

@@ -27,7 +27,7 @@ class DraftState(ABC):
     Attributes:
         on_device: Whether :meth:`draft` consists of tensor operations with static shapes only, so
             that it can be compiled.
-        waits: Whether the next draft depends on :meth:`observe`, so that it cannot begin before
+        waits: Whether the next draft depends on :meth:`observe`, so it cannot begin before
             the last step's tokens are on the host.
     """
 
