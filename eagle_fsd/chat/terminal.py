@@ -477,9 +477,8 @@ def _styled(pieces: Sequence[Piece], show_origins: bool) -> Text:
 def _file_error(command: str, name: str) -> str | None:
     """Return why FastChat's loop would crash on ``!!save`` or ``!!load``; None if it would not."""
     if command == "!!save" and name:
-        path = Path(name)
-        file = path if "." in name else Path(name + ".json")  # as FastChat names it
-        if path.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        file = Path(name if "." in name else name + ".json")  # as FastChat names it
+        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
             return f"cannot write to {name}"
     if command == "!!load" and name:
         candidates = (Path(name), Path(name + ".json"))
@@ -496,6 +495,6 @@ def _file_error(command: str, name: str) -> str | None:
                 strings += [role, text]
             if not all(isinstance(item, str) for item in strings):
                 raise TypeError("messages must be strings")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             return f"{path} does not contain a saved chat ({type(error).__name__})"
     return None

@@ -50,7 +50,7 @@ class Command(App):
     """A command, or a group of commands, whose options are the fields of models."""
 
     def add(self, *commands: App | Callable[..., None]) -> None:
-        """Add commands; the help lists them in the order of their addition."""
+        """Add commands; the help lists them in the order in which they are added."""
         for command in commands:
             if isinstance(command, App):
                 self.command(command)

@@ -204,7 +204,8 @@ def chance(row: Row, bounds: LossBounds, fresh: int, tests: int = 1) -> float:
     """Estimate the probability that a setting will be certified, given its answers so far.
 
     The shares of lost and gained answers are drawn from their posterior distribution under
-    Jeffreys' prior, and the answers to the fresh questions with these shares.
+    Jeffreys' prior, and the outcomes of ``fresh`` further questions from these shares. The
+    settings of up to ``tests`` tests share the error probability.
     """
     level = confidence_per_test(bounds.confidence, tests)
     return _chance(*outcomes(row), fresh, bounds.max_drop / 100, level)

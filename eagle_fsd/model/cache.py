@@ -72,9 +72,9 @@ class TreeCache(Cache):
         self._free: dict[PlaneKind, list[Tensor]] = {}
         self._used = Layout()
         self._positions: Tensor | None = None  # [length]
-        self._rows: Tensor | None = None  # [rows, 1] where each row begins among all slots
+        self._row_offsets: Tensor | None = None  # [rows, 1] where each row begins among all slots
         self._first = 0  # row that the first sequence of a pass belongs to
-        self._view: Tensor
+        self._view: Tensor  # [L] the slots that the next pass reads, see place
         self._slots: dict[torch.device, Tensor] = {}  # [B * S] where to write, among all slots
 
     @property
@@ -108,9 +108,9 @@ class TreeCache(Cache):
     def place(self, slots: Tensor, keys: Tensor) -> None:
         """Set the slots ``[B, S]`` that the next forward call writes, and those that it reads."""
         self._view = keys
-        if self._rows is None:
-            self._rows = torch.arange(self.rows, device=slots.device)[:, None] * self.length
-        first = self._rows[self._first :][: slots.shape[0]]
+        if self._row_offsets is None:
+            self._row_offsets = torch.arange(self.rows, device=slots.device)[:, None] * self.length
+        first = self._row_offsets[self._first :][: slots.shape[0]]
         self._slots = {slots.device: (first + slots).flatten()}
 
     def update(

@@ -268,8 +268,8 @@ class StepGraphs:
     """CUDA graphs of decoding steps, one for each combination of shapes.
 
     The first :data:`EAGER_STEPS` with new shapes run eagerly: many shapes of a batch whose rows end
-    one by one do not recur. Where a step cannot be captured, a warning is logged, and from then on
-    all steps of that target run eagerly.
+    one by one do not recur. If a capture fails, a warning is logged, and all later steps of the
+    target run eagerly; after running out of memory, only those of this object.
     """
 
     def __init__(self, target: nn.Module) -> None:

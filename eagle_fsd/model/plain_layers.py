@@ -98,10 +98,10 @@ def run_layers(
 
 
 def signed_rotary(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert a rotary embedding, twice ``[B, S, D]``, to the form of :func:`attend`.
+    """Convert RoPE's cosines and sines ``[B, S, D]`` to the ``[B, S, 1, D]`` of :func:`attend`.
 
     RoPE pairs value ``i`` of a head with value ``i + D / 2``: ``x cos + rotate_half(x) sin`` is
-    ``x cos + roll(x) (-sin, sin)``.
+    ``x cos + roll(x, D / 2) (-sin, sin)``.
     """
     first, second = sin.chunk(2, -1)
     return cos[:, :, None], torch.cat([-first, second], -1)[:, :, None]

@@ -64,8 +64,8 @@ class RandomNumbers:
         index = torch.arange(count, device=self.keys.device)
         return uniform(mix(self.keys + self.positions)[:, None] + index, purpose)
 
-    def advanced(self, tree: DraftTree, kept: Verification) -> Tensor:
-        """Return the keys of the next step."""
+    def next_keys(self, tree: DraftTree, kept: Verification) -> Tensor:
+        """Return the keys ``[B]`` of the next step, which also hash the kept path."""
         steps = torch.arange(kept.path.shape[1], device=self.keys.device)
         own = token_keys(tree.tokens.gather(1, kept.path), self.positions[:, None] + steps)
         return self.keys + torch.where(steps < kept.count[:, None], own, 0).sum(1)

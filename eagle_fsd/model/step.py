@@ -189,7 +189,7 @@ def _advance(
 ) -> None:
     """Set the random numbers and the rules' states of a group for the next step."""
     decision, index = group.decision, group.index
-    keys = numbers.keys if decision.sampler.greedy else numbers.advanced(inputs.tree, kept)
+    keys = numbers.keys if decision.sampler.greedy else numbers.next_keys(inputs.tree, kept)
     after = decision.rule.advance(inputs, kept)
     if index is None:
         state.keys.copy_(keys)

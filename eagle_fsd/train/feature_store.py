@@ -140,8 +140,9 @@ def store_features(
 
     Every process of ``accelerate launch`` or ``torchrun`` calls this, with the same output folder.
     ``progress`` reports ``reading`` (in bytes) and ``features`` (in chats). ``on_estimate`` is
-    called first, with the estimated bytes, the free bytes and the number of chats; OSError is
-    raised if there is too little space.
+    called before any features are computed, with the bytes that are still to be written
+    (estimated), the free bytes and the number of chats; OSError is raised if there is too little
+    space.
     """
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     check_device_map(request.device_map, state.num_processes)
@@ -153,6 +154,8 @@ def store_features(
     states = training_states(head_reads(request.head_type, loaded.target))
     needed = estimate_bytes(chats, loaded.target.hidden_size * len(states))
     request.out.mkdir(parents=True, exist_ok=True)
+    stored = sum(shard.stat().st_size for shard in request.out.glob("features-*"))
+    needed = max(0, needed - stored)
     free = shutil.disk_usage(request.out).free
     if on_estimate is not None and is_main:
         on_estimate(needed, free, len(chats))

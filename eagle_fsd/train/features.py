@@ -35,10 +35,10 @@ def compute_features(target: Target, ids: Tensor, states: Sequence[int] = (LAST,
 
 
 @torch.no_grad()
-def most_likely_tokens(target: Target, labels: Tensor) -> Tensor:
+def most_likely_tokens(target: Target, hidden: Tensor) -> Tensor:
     """Return the target's most likely tokens ``[n]`` after its last hidden states ``[n, H]``."""
-    size = max(1, max_logits(labels.device) // target.vocab_size)
-    parts = [target.project(part).argmax(-1) for part in labels.split(size)]
+    size = max(1, max_logits(hidden.device) // target.vocab_size)
+    parts = [target.project(part).argmax(-1) for part in hidden.split(size)]
     return torch.cat(parts)
 
 

@@ -79,7 +79,10 @@ class LoadedTarget:
         return data
 
     def fingerprint(self, path: str | Path, max_length: int | None = None) -> dict[str, Any]:
-        """Return everything that the encoded chats depend on; runs resume only if it is equal."""
+        """Identify the chats, by path and size, and how they are encoded.
+
+        A run resumes only if this is unchanged.
+        """
         return {
             "data": str(path),
             "bytes": Path(path).stat().st_size,

@@ -20,7 +20,10 @@ def write_record(
     seconds: float,
     data: dict[str, Any] | None = None,
 ) -> None:
-    """Write a training's settings, steps and duration, and what was read of its ``data``."""
+    """Write a training's settings, steps, tokens, seconds, machine and versions.
+
+    ``data`` holds counts of the chats that were read.
+    """
     environment = describe_environment()
     machine = environment["machine"]
     record = {

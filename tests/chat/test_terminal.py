@@ -174,13 +174,18 @@ def test_damaged_files_do_not_end_the_chat(talk: Talk, tmp_path: Path) -> None:
     files = [tmp_path / f"{number}.json" for number in range(len(damaged))]
     for file, content in zip(files, damaged, strict=True):
         file.write_text(content)
-    other = (f"!!load {tmp_path}", f"!!save {tmp_path}/none/x", f"!!save {tmp_path}")
+    (tmp_path / "chats.json").mkdir()
+    (tmp_path / "saved").mkdir()  # FastChat writes saved.json beside it
+    other = [f"!!load {tmp_path}"]
+    other += [f"!!save {tmp_path}/{name}" for name in ("none/x", "chats", "chats.json", "saved")]
     printed, noted = talk(*(f"!!load {file}" for file in files), *other, "Hello!")
     _, *lines = noted.splitlines()
     assert all("does not contain a saved chat" in line for line in lines[:4])
     assert lines[4] == f"{tmp_path} is not a file"
     assert lines[5] == f"cannot write to {tmp_path}/none/x"
-    assert lines[6] == f"cannot write to {tmp_path}"
+    assert lines[6] == f"cannot write to {tmp_path}/chats"
+    assert lines[7] == f"cannot write to {tmp_path}/chats.json"
+    assert (tmp_path / "saved.json").is_file()
     assert "Assistant: " in printed
 
 

@@ -44,7 +44,7 @@ def test_commonsense_qa_and_mmlu_are_read(tmp_path: Path) -> None:
     for name, content, letter, category, text in (
         ("c.jsonl", json.dumps(COMMONSENSE), "A", "commonsense-qa", "B. sky"),
         ("m.jsonl", json.dumps(MMLU), "B", "math", "A. 3"),
-        ("law_test.csv", '"2 + 2, say?",3,4,5,6,B\n', "B", "law", "2 + 2, say?"),
+        ("law_test.csv", '"2 + 2, say?",3,4,5,6,B\n\n', "B", "law", "2 + 2, say?"),
     ):
         (tmp_path / name).write_text(content)
         (found,) = read_questions(tmp_path / name)

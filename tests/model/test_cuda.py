@@ -280,7 +280,8 @@ def test_steps_that_cannot_be_captured_run_eagerly(
     assert _ReadingRule.reads
     assert not any(_ReadingRule.reads)
     messages = [record.getMessage() for record in caplog.records]
-    assert ["without CUDA graphs" in message for message in messages] == [True] * ON_CUDA
+    assert len(messages) == int(ON_CUDA)
+    assert all("without CUDA graphs" in message for message in messages)
     assert not replays
     if ON_CUDA:
         assert torch.cuda.current_stream() == stream

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,15 @@ def test_quantized_targets_decode_like_their_own_generate() -> None:
     assert int(found[1]) >= 7
 
 
-def test_types_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+def test_types_that_cannot_be_used_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny_target().save_pretrained(tmp_path)
-    kinds: dict[Any, str] = {"int8": "torchao", "int4": "torchao", "nf4": "bitsandbytes"}
-    for kind, package in kinds.items():
-        if find_spec(package) is None:
-            message = f"^quantize={kind} requires {package}; install it"
-            with pytest.raises(ValueError, match=message):
-                load_target(tmp_path, quantize=kind)
+    monkeypatch.setattr("eagle_fsd.model.loading.find_spec", lambda name: None)
+    packages = {"int8": "torchao", "int4": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
+    for kind, package in packages.items():
+        with pytest.raises(ValueError, match=f"^quantize={kind} requires {package}; install it"):
+            load_target(tmp_path, quantize=kind)  # type: ignore[arg-type]
     unknown: Any = "int3"
     with pytest.raises(ValueError, match="must be one of int8, int4, fp8, nf4; got 'int3'"):
         load_target(tmp_path, quantize=unknown)

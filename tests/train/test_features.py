@@ -127,6 +127,7 @@ def test_noise_depends_on_the_chat_and_the_seed_only(store: FeatureStore) -> Non
 def test_too_little_space_is_reported_before_writing(
     source: Source, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What an earlier run has stored is not counted."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
     request = FeaturesRequest(data=source.chats.file.path, out=tmp_path / "features", target=target)
     estimates: list[tuple[int, int, int]] = []
@@ -134,6 +135,10 @@ def test_too_little_space_is_reported_before_writing(
         store_features(request, on_estimate=lambda *estimate: estimates.append(estimate))
     assert [estimate[1:] for estimate in estimates] == [(10, COUNT)]
     assert not any(request.out.iterdir())
+    monkeypatch.undo()
+    for _ in range(2):
+        store_features(request, on_estimate=lambda *estimate: estimates.append(estimate))
+    assert estimates[2][0] < estimates[1][0] / 2
 
 
 def test_chats_that_the_template_rejects_are_reported(

@@ -101,19 +101,22 @@ def test_loss_falls(train: Train) -> None:
 def test_training_starts_from_a_head(
     train: Train, target: Path, data: Path, tmp_path: Path
 ) -> None:
-    """A learning rate of zero keeps all weights, the bias and an embedding included."""
+    """A learning rate of zero keeps all weights, the bias and an embedding included.
+
+    A training that started from a head is not resumed without it.
+    """
     wrapped = Target(load_target(target))
     head = EagleHead(wrapped.config, True).attach(wrapped)
     embedding = torch.randn_like(wrapped.embed.weight)
     head.embed_tokens = torch.nn.Embedding.from_pretrained(embedding)
     save_head(head, tmp_path / "first")
-    still = {"lr": 0.0, "weight_decay": 0.0, "max_steps": 2}
-    second = train("second", head=tmp_path / "first", **still)
+    no_updates = {"lr": 0.0, "weight_decay": 0.0, "max_steps": 2}
+    second = train("second", head=tmp_path / "first", **no_updates)
     assert same_weights(read_weights(second), read_weights(tmp_path / "first"))
     assert {"fc.bias", "embed_tokens.weight"} <= read_weights(second).keys()
     assert read_losses(second).isfinite().all()
     with pytest.raises(ValueError, match=r"cannot be resumed: head was .*first', is None"):
-        train_here(data, second, target, resume=True, **still)
+        train_here(data, second, target, resume=True, **no_updates)
 
 
 # -- interruptions ---------------------------------------------------------------------------------

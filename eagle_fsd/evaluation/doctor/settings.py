@@ -112,8 +112,9 @@ def _float32(drafter: LevelDrafter) -> Alternatives:
 def _input_orders(head: DraftHead) -> Alternatives:
     """Reorder what ``fc``, and the attention of an EAGLE-3 head, reads side by side."""
     fc = [head.fc.weight]
-    yield "swapped halves of fc", _reordered(fc, (1, 0))
-    if isinstance(head, Eagle3Head):
+    if not isinstance(head, Eagle3Head):
+        yield "swapped halves of fc", _reordered(fc, (1, 0))
+    else:
         for order in islice(permutations(range(len(head.reads))), 1, MAX_ORDERS):
             layers = ", ".join(str(head.reads[index]) for index in order)
             yield f"fc reading layers {layers}", _reordered(fc, order)
@@ -123,12 +124,13 @@ def _input_orders(head: DraftHead) -> Alternatives:
 
 
 def _reordered(weights: Sequence[Tensor], order: Sequence[int]) -> list[Change]:
-    """Sort equal parts of the columns of weights, which are stored in some order."""
-    found: list[Change] = []
+    """Permute the columns of weights: of their equal parts, part ``i`` becomes ``order[i]``."""
+    changes: list[Change] = []
     for weight in weights:
-        parts = dict(zip(order, weight.data.chunk(len(order), 1), strict=True))
-        found.append((weight, "data", torch.cat([part for _, part in sorted(parts.items())], 1)))
-    return found
+        parts = weight.data.chunk(len(order), 1)
+        columns = torch.cat([parts[order.index(at)] for at in range(len(order))], 1)
+        changes.append((weight, "data", columns))
+    return changes
 
 
 def _describe_reads(reads: Sequence[int]) -> str:

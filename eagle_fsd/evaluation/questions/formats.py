@@ -205,10 +205,10 @@ def _archive_rows(path: Path) -> Iterator[LocatedRow]:
 
 
 def _mmlu_rows(file: Iterable[str], path: Path) -> Iterator[LocatedRow]:
-    """Yield rows of question, four choices and letter; the files have no header."""
+    """Yield the question, the four choices and the letter of each row; there is no header."""
     subject = path.stem.removesuffix("_test").removesuffix("_val").removesuffix("_dev")
     rows = csv.reader(file)
-    for row in rows:
+    for row in filter(None, rows):  # without blank lines
         location = f"{path}, line {rows.line_num}"  # the last line of a row that spans several
         if len(row) != 6:
             raise QuestionError(f"{location}: MMLU rows have 6 columns; got {len(row)}")

@@ -67,8 +67,10 @@ class Lengths:
     def tau(self, tree: TreeConfig) -> float | None:
         """Predict the mean number of tokens that a target pass emits.
 
-        None if no recording covers the tree: with as many children per node, and at least as many
-        nodes and levels.
+        None if the recordings do not cover the tree. A chain needs a recorded chain whose steps can
+        emit at least as many tokens. A bushy tree needs recordings with the same ``top_k`` and at
+        least as many levels (or as many as their nodes allow): one of at most and one of at least
+        as many nodes.
         """
         if tree.top_k == 1:
             for recorded, lengths in self.recorded.items():

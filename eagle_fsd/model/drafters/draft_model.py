@@ -101,9 +101,9 @@ class DraftModel(LevelDrafter):
         with _prefixed_errors(self.model):
             check_target(self._inner)
         config = self.model.generation_config
-        adaptive = config and config.num_assistant_tokens_schedule in ADAPTIVE_SCHEDULES
-        state = AdaptiveState if adaptive else LevelState
-        return state(self, tree, draw)
+        if getattr(config, "num_assistant_tokens_schedule", None) in ADAPTIVE_SCHEDULES:
+            return AdaptiveState(self, tree, draw)
+        return LevelState(self, tree, draw)
 
     def check_length(self, max_length: int) -> None:
         """Warn about sequences that exceed the context; see :meth:`LevelDrafter.check_length`."""

@@ -37,6 +37,8 @@ def load_drafter(
 
     ``name`` is a key of :data:`WITHOUT_FILES`, or a folder or a Hub name with an EAGLE-1/2 or
     EAGLE-3 head or a causal LM; which one follows from ``config.json`` and the tensors' names.
+    ``draft_vocabulary`` restricts an EAGLE-1/2 head to some of the target's tokens, see
+    :func:`select_tokens`; other drafters raise ValueError.
     """
     drafter = _load(name, target, token)
     if draft_vocabulary is not None:
