@@ -80,7 +80,7 @@ def parse(
 ) -> argparse.Namespace:
     """Parse options, set the number of threads, and silence transformers.
 
-    ``fixed`` are the values of options that a script has no choice of. Returns the options;
+    ``fixed`` are options for which a script supports one value only. Returns the options;
     ``dtype`` is a ``torch.dtype``.
     """
     parser.set_defaults(**fixed)

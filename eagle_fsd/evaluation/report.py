@@ -223,12 +223,12 @@ def summarize(
 def limit_losses(
     rows: Sequence[dict[str, Any]], others: int = 0, confidence: float = CONFIDENCE
 ) -> dict[str, float]:
-    """Bound the difference of every method from exact decoding, of all methods at once.
+    """Bound every method's difference from exact decoding; the bounds hold for all at once.
 
     ``against_exact`` gets ``loss_limit``, an exact upper limit on the loss of accuracy, and its
     ``agreement`` gets ``changed_limit``. The error probability is divided among the methods and
     ``others``, which were dropped or planned to be tested on the same questions (Bonferroni).
-    Returns values of the report.
+    Returns the confidence of all limits together and that of each, as values of the report.
     """
     compared = [
         row["against_exact"]

@@ -268,11 +268,12 @@ class Evaluation(ABC):
         if row is not None:
             report["comparison"] = self.changed_answers(row["method"])
 
-    def changed_answers(self, name: str, **decoded: Any) -> dict[str, Any]:
+    def changed_answers(self, name: str, **options: Any) -> dict[str, Any]:
         """Return the changed answers of a method, see :func:`compare_answers`."""
-        records, scores = self.merge(), self.scores if self.scored else {}
+        records = self.merge()
+        scores = self.scores if self.scored else {}
         return compare_answers(
-            self.questions, records, scores, method=name, reference=self.reference, **decoded
+            self.questions, records, scores, method=name, reference=self.reference, **options
         )
 
     def write(self, report: Report) -> None:
@@ -366,14 +367,14 @@ class PairEvaluation(Evaluation):
         report, self.scores = from_first(self.model.target, lambda: (make(), self.scores))
         return report
 
-    def changed_answers(self, name: str, **decoded: Any) -> dict[str, Any]:
+    def changed_answers(self, name: str, **options: Any) -> dict[str, Any]:
         """Return the changed answers of a method, with the divergences of greedy ones."""
-        decoded["tokenizer"] = self.model.tokenizer
+        options["tokenizer"] = self.model.tokenizer
         if not self.config.temperature:
-            decoded["find_divergences"] = partial(
+            options["find_divergences"] = partial(
                 fuzzy_divergences, self.model, self.methods[name], max_batch=self.config.batch
             )
-        return super().changed_answers(name, **decoded)
+        return super().changed_answers(name, **options)
 
 
 def ignore(*_: Any) -> None:

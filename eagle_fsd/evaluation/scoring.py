@@ -215,7 +215,7 @@ def final_letter(text: str) -> str | None:
     1. a letter in ``\\boxed{}``;
     2. a letter named as the answer: "Answer: B", which the prompts request, or "the answer is (b)";
     3. a letter that is a whole line;
-    4. the only uppercase letter that stands alone.
+    4. the only letter that stands alone, in uppercase or in parentheses.
 
     Articles do not match: "the answer is a model" chooses nothing. OpenAI's simple-evals reads only
     "Answer: B"; the filters of lm-evaluation-harness read "answer is (B)", otherwise any letter in

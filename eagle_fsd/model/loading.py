@@ -179,7 +179,7 @@ def _load_embeddings(
             raise FileNotFoundError(f"there is no {file}")
         for key, tensor in read_tensors(path, names).items():
             if tensor.dtype not in DTYPES.values():
-                raise ValueError(f"{key} is quantized")
+                raise ValueError(f"{key} is quantized or in {tensor.dtype}")
             found[names[key]] = tensor.to(expected[names[key]].dtype)
     model.load_state_dict(found, strict=False, assign=True)
     model.tie_weights(missing_keys=wanted - found.keys(), recompute_mapping=False)

@@ -170,15 +170,17 @@ class EagleFSD:
                 later answers use them. Sampling is then reproducible only with a ``seed``, and in
                 half precision, tokens can depend on when that happens.
             token: A Hugging Face token for gated repositories.
-            **target_options: Passed to ``AutoModelForCausalLM.from_pretrained``.
+            **target_options: ``quantize`` and ``tp_plan``, see
+                :func:`~eagle_fsd.model.loading.load_target`; all others are passed to
+                ``AutoModelForCausalLM.from_pretrained``.
 
         Raises:
             LoadError: The target's files are missing or damaged.
             CheckpointError: The drafter's files are missing or damaged.
             ValueError: A target is given without a drafter, they do not match, the architecture is
                 not supported, or an option is invalid.
-            TypeError: An option does not apply to a target that is already loaded, or ``target`` is
-                neither a name nor a Hugging Face model.
+            TypeError: An option does not apply to a target or drafter that is already loaded, or
+                ``target`` is neither a name nor a Hugging Face model.
         """
         if target is None:
             target = BUNDLED_TARGET

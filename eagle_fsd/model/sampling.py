@@ -180,7 +180,10 @@ class Sampler:
         draft: Distributions | None = None
         if (self.warp_draft or tree.sampled) and expanded:
             points = uniform(tree.to_expanded(keys), Purpose.DRAFT)
-            draft, drawn = self._warp(tree.draft_log_probs, points)
+            size = logits.shape[-1]
+            draft, drawn = self._warp(
+                tree.draft_log_probs, points, token_ids=tree.token_ids, vocab_size=size
+            )
             drawn = self._at_nodes(tree, drawn)
         if tree.sampled:  # the drafted tokens are draws already
             assert draft is not None
@@ -216,19 +219,30 @@ class Sampler:
         return self._warp(log_probs[:, None], points[:, None])[1][:, 0]
 
     def _warp(
-        self, logits: Tensor, points: Tensor, faults: Tensor | None = None
+        self,
+        logits: Tensor,
+        points: Tensor,
+        faults: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        vocab_size: int = 0,
     ) -> tuple[Distributions, Tensor]:
-        """Warp ``[B, N, V]`` logits, and sample with the random numbers ``[B, N]``."""
+        """Warp ``[B, N, V]`` logits, and sample with the random numbers ``[B, N]``.
+
+        A reduced draft vocabulary has logits ``[B, N, D]`` of the tokens ``token_ids`` ``[D]``.
+        """
         if self.warp is not None:
             return self.warp(logits, points)
         flat, parts = logits.flatten(0, 1), []
         for rows in chunks(len(flat), flat):
             scores = flat[rows]
+            if token_ids is not None:  # warpers know the target's vocabulary
+                whole = scores.new_full((len(scores), vocab_size), -torch.inf)
+                scores = whole.index_copy_(1, token_ids, scores)
             for number, warper in enumerate(self.warpers, len(self.processors) + 1):
                 scores = warper(None, scores)
                 if faults is not None:
                     _mark_faults(faults.view(-1)[rows], scores, number)
-            parts.append(scores)
+            parts.append(scores if token_ids is None else scores[:, token_ids])
         return Warp()(torch.cat(parts).view_as(logits), points)
 
     def _process(

@@ -361,9 +361,11 @@ class Trainer:
         head = self.copy_head(self.target.dtype)
         if self.accelerator.is_main_process and self.held_out:
             size = self.config.batch_size
+            if self.config.tokens_per_batch is not None:
+                size = max(1, self.config.tokens_per_batch // self.config.max_length)
             starts = range(0, len(self.held_out), size)
             chats = [self.held_out[start : start + size] for start in starts]
-            batches = list(self._data_loader(chats))
+            batches = self._data_loader(chats)
             losses = HeadLosses(head, self.config)
             metrics: dict[str, Any] = validation_losses(losses, self.target, batches)
             prompts = validation_prompts(batches, MAX_DECODED_PROMPTS)

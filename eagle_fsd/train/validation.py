@@ -47,8 +47,10 @@ def validation_prompts(batches: Iterable[TrainingBatch], count: int) -> list[Ten
     for batch in batches:
         for ids, mask in zip(batch.ids, batch.assistant_mask, strict=True):
             length = int(mask.int().argmax())
-            if length > 0 and len(prompts) < count:
+            if length > 0:
                 prompts.append(ids[:length])
+            if len(prompts) == count:
+                return prompts
     return prompts
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import torch
@@ -222,6 +224,30 @@ def test_certificate_is_declared_where_it_holds(
     fewer = EagleFSD.from_pretrained(draft_vocabulary=tmp_path / RANKS_FILE)
     assert fewer.acceptance == model.acceptance
     assert fewer.certificate_for(fewer.acceptance) is None
+
+
+def test_every_refused_request_is_counted_once(server: APIThread) -> None:
+    def refused() -> float:
+        lines = httpx.get(f"{server.url}/metrics", trust_env=False).text.splitlines()
+        name = 'eagle_fsd_requests_total{outcome="refused"} '
+        return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+    chat = {"model": NAME, "messages": HELLO}
+    for content, status in (
+        (b"{bad", 400),
+        (json.dumps({**chat, "model": "other"}).encode(), 404),
+        (json.dumps({**chat, "temperature": -1}).encode(), 400),
+        (json.dumps({**chat, "max_tokens": 10**6}).encode(), 400),
+    ):
+        before = refused()
+        reply = httpx.post(
+            f"{server.url}{CHAT}",
+            content=content,
+            headers={"Content-Type": "application/json"},
+            trust_env=False,
+        )
+        assert reply.status_code == status
+        assert refused() == before + 1
 
 
 def test_lengths_beyond_the_room_are_errors(server: APIThread, client: openai.OpenAI) -> None:

@@ -32,7 +32,7 @@ from transformers import (
     SynthIDTextWatermarkLogitsProcessor,
 )
 
-from eagle_fsd import AcceptanceConfig
+from eagle_fsd import AcceptanceConfig, EagleFSD
 
 PROCESSORS: dict[str, dict[str, Any]] = {
     "repetition penalty": {"repetition_penalty": 1.6},
@@ -171,6 +171,34 @@ def test_masked_tokens_are_never_emitted_at_any_threshold() -> None:
         assert not torch.isin(answers(out), torch.tensor(suppressed)).any()
         out = pair.generate(ids, None, 16, temperature=1.0, top_k=1, acceptance=acceptance)
         assert torch.equal(out.sequences, expected)
+
+
+class MaskingWarper(LogitsProcessor):
+    """Masks some of the target's tokens."""
+
+    def __init__(self, masked: Tensor) -> None:
+        self.masked = masked  # [V]
+
+    def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
+        return scores.masked_fill(self.masked, -torch.inf)
+
+
+def test_warpers_see_the_target_s_vocabulary() -> None:
+    """A head that drafts fewer tokens, in another order, is warped as the target is."""
+    pair = EagleFSD.from_pretrained(drafter="bundled-eagle3")
+    assert pair.drafter.vocab_size < pair.target.vocab_size
+    ids = pair.tokenizer("Mia has 8 apples and", return_tensors="pt").input_ids
+    for changes in ({"selection": "sample"}, {"divergence_on": "warped"}):
+        acceptance = AcceptanceConfig(threshold=ACCEPT_ALL, **changes)
+        options = {"temperature": 1.0, "seed": 5, "acceptance": acceptance}
+        masked = torch.zeros(pair.target.vocab_size, dtype=torch.bool)
+        for _ in range(3):
+            warper = MaskingWarper(masked)
+            out = pair.generate(ids, max_new_tokens=40, logits_warper=warper, **options)
+            emitted = out.sequences[0, ids.shape[1] :]
+            assert not masked[emitted].any()
+            assert out.stats.tau > 1.5
+            masked[emitted.unique()[::2]] = True
 
 
 WATERMARK_KEYS = [654, 400, 836, 123]

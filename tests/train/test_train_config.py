@@ -86,6 +86,10 @@ def test_files_set_options(tmp_path: Path) -> None:
     config = TrainConfig(lr=1e-4, max_steps=7, bias=True)
     path.write_text(yaml.safe_dump(config.model_dump()))
     assert TrainConfig.from_dict(read_config(path)) == config
+
+
+def test_invalid_files_are_reported_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
     for text, message in (
         ("learning_rate: 1", "unknown option learning_rate; the options are .*epochs"),
         ("epochs: 0", r"epochs must be an integer in \[1, 10000\]; got 0"),

@@ -61,7 +61,7 @@ class JsonRequest(Request):
         try:
             return read_json(await self.body())
         except RequestError as error:
-            raise ApiError(str(error)) from error
+            raise ApiError(str(error)) from None
 
 
 class CancellableRoute(APIRoute):
@@ -100,6 +100,8 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
     @app.exception_handler(HTTPException)
     async def rejected(request: Request, error: HTTPException) -> Response:
         if isinstance(error, ApiError):
+            if request.method == "POST" and not isinstance(error.__cause__, ANSWER_ERRORS):
+                metrics.requests.labels("refused").inc()  # errors of answers are counted there
             return _error_response(error)
         message = f"{request.method} {request.url.path}: {error.detail}"  # from the router
         body = ApiError(message, error.status_code).body()

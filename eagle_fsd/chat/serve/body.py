@@ -8,7 +8,7 @@ from pydantic import ConfigDict, model_validator
 
 from eagle_fsd.utils.options import Options
 
-#: Maximum number of members of an object; none has as many that are supported.
+#: Maximum number of members of an object, more than any request supports.
 MAX_MEMBERS = 100
 
 

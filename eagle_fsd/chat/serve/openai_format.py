@@ -560,7 +560,7 @@ class ResponseBuilder:
     def _choice(
         self, index: int, content: dict[str, Any], logprobs: Any, update: JobUpdate
     ) -> dict[str, Any]:
-        """Return a choice; of a whole response, log-probabilities are added as JSON."""
+        """Return a choice; :meth:`response` adds the log-probabilities of a whole response."""
         parser, reason = self._parsers[index], update.finish_reason
         if reason == "stop" and parser is not None and parser.calls:
             reason = "tool_calls"

@@ -69,14 +69,19 @@ class Measurements:
 
     @cached_property
     def long(self) -> list[MeasuredAnswer]:
-        """Answers to the questions after up to :data:`MAX_HISTORY` others and their answers."""
+        """Answers to the questions after up to :data:`MAX_HISTORY` others and their answers.
+
+        There are none for a single question, which would repeat :attr:`short`.
+        """
+        if len(self.chats) < 2:
+            return []
         exchanges = []
         for chat, answer in zip(self.chats, self.short, strict=True):
             text = self.model.tokenizer.decode(answer.ids[answer.start :], skip_special_tokens=True)
             exchanges.append([*chat, {"role": "assistant", "content": str(text).strip()}])
         chats: list[Chat] = []
         for index, chat in enumerate(self.chats):
-            others = [*exchanges[index + 1 :], *exchanges[: index + 1]]
+            others = [*exchanges[index + 1 :], *exchanges[:index]]
             chats.append([*chain(*others[: 1 + index % MAX_HISTORY]), *chat])
         return self.answer(self.chat_template, chats)
 

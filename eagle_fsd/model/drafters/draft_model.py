@@ -119,7 +119,9 @@ class DraftModel(LevelDrafter):
     def encode(
         self, x: Tensor, tokens: Tensor, positions: Tensor, inputs: AttentionInputs
     ) -> Tensor:
-        tokens = tokens.clamp_max(self._inner.vocab_size - 1)  # the target may know more
+        tokens = tokens.clamp_max(
+            self._inner.vocab_size - 1
+        )  # the target's vocabulary may be larger
         _, mask, cache = inputs
         slots = (mask[:, 0] == 0).cumsum(-1) - 1  # positions, see :meth:`LevelDrafter.encode`
         return self._inner.encode(tokens, positions, mask=mask, keys=slots, cache=cache)

@@ -203,6 +203,8 @@ def test_greedy_chunks_accept_the_library_s_tokens(config: AcceptanceConfig) -> 
         assert [len(tokens) for tokens in found] == kept.count.tolist()
         for row, tokens in enumerate(found):
             assert tokens[:-1] == kept.tokens[row, : len(tokens) - 1].tolist()
+            last = int(chunk.ends[row]) + len(tokens) - 1
+            assert tokens[-1] == int(chunk.logits[last].argmax())
         fuzzy += sum(map(len, found)) - sum(map(len, exact))
     assert fuzzy > 5
 
