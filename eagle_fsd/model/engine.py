@@ -228,7 +228,7 @@ class Engine:
         described = describe_modules(*modules)
         changed = self.caches.renew(described, keep=bool(self.rows or self._prompts))
         if changed and self.caches.target_cache is None:
-            self.reserved = 0, 0
+            self.reserved = self.reserved[0], 0  # other tensors keep their rows
         self.execution.renew(modules, described, changed)
 
     def prefill(self) -> None:

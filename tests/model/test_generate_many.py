@@ -15,6 +15,8 @@ from pairs import (
     ACCEPT_ALL,
     VOCAB_SIZE,
     aligned_pair,
+    greedy_reference,
+    new_random_pair,
     prompt,
     raises_one_line,
     random_pair,
@@ -120,6 +122,22 @@ def test_chats_that_take_turns_keep_their_beginnings() -> None:
     processed = {number: answer(chats[number])[1] for number in (3, 1, 2, 0)}
     assert max(processed[number] for number in (1, 2, 3)) < 10
     assert processed[0] > 50
+
+
+def test_a_batch_goes_on_after_the_model_has_changed() -> None:
+    """Fewer prompts than before are answered with the changed model."""
+    pair = new_random_pair()
+    batch = pair.batch(3)
+    for change, count in (None, 3), (lambda *args: -args[2], 1), (lambda *args: 2 * args[2], 2):
+        if change is not None:
+            pair.model.base_model.layers[0].register_forward_hook(change)
+        prompts = [prompt(5 + number, number) for number in range(count)]
+        answers = [batch.add(pair.request(ids[0], 12)) for ids in prompts]
+        while len(batch):
+            batch.step()
+        for answer, ids in zip(answers, prompts, strict=True):
+            expected = greedy_reference(pair.model, ids, torch.ones_like(ids), new=12)
+            assert answer.tokens == expected[0, ids.shape[1] :].tolist()
 
 
 def test_cancelled_answers_leave_at_once_and_change_no_other() -> None:
