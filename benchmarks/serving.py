@@ -147,8 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shutil.copytree(BUNDLED_HEAD, folder / "head", ignore=shutil.ignore_patterns(SETTINGS_FILE))
         batch = ["--max-batch", str(options.max_batch)] if options.max_batch else []
         compiled = "--compile" if options.compile else "--no-compile"
-        dtype = ["--dtype", str(options.dtype).removeprefix("torch.")]
-        extra = ["--drafter", str(folder / "head"), "--device", options.device, *dtype]
+        dtype = str(options.dtype).removeprefix("torch.")
+        extra = ["--drafter", str(folder / "head"), "--device", options.device, "--dtype", dtype]
         extra += [compiled, *batch]
         roots = {NEW: ROOT}
         if options.revision:

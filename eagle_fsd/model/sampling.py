@@ -234,7 +234,7 @@ class Sampler:
             return self.warp(logits, points)
         flat, parts = logits.flatten(0, 1), []
         for rows in chunks(len(flat), flat):
-            scores = flat[rows]
+            scores = flat[rows].clone()  # a warper may change it in place
             if token_ids is not None:  # warpers know the target's vocabulary
                 whole = scores.new_full((len(scores), vocab_size), -torch.inf)
                 scores = whole.index_copy_(1, token_ids, scores)

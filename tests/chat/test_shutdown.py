@@ -94,7 +94,9 @@ def test_answers_end_with_an_error_when_the_server_stops(server: APIThread) -> N
 def test_a_terminated_process_ends_its_answers() -> None:
     server = ServerProcess("serve", "--shutdown-timeout", "1")
     stream, plain, replies = begin_two(server.url)
+    begin = time.monotonic()
     status = server.stop(signal.SIGTERM)
+    assert time.monotonic() - begin < 10  # the default timeout
     for thread in (stream, plain):
         thread.join(TIMEOUT)
     check_ended(stream, replies, "the server is shutting down")

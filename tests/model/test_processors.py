@@ -201,6 +201,25 @@ def test_warpers_see_the_target_s_vocabulary() -> None:
             masked[emitted.unique()[::2]] = True
 
 
+class InPlaceWarper(MaskingWarper):
+    """Masks tokens in the scores that it gets."""
+
+    def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
+        scores[:, self.masked] = -torch.inf
+        return scores
+
+
+def test_a_warper_may_change_its_scores() -> None:
+    """Details and divergences are those of the models' own distributions."""
+    pair, masked = aligned_pair(), torch.arange(VOCAB_SIZE) % 3 > 0
+    options = {"temperature": 1.0, "seed": 5, "threshold": 0.2, "details": 3}
+    found = [
+        list(pair.stream(prompt(6), max_new_tokens=20, logits_warper=warper(masked), **options))
+        for warper in (MaskingWarper, InPlaceWarper)
+    ]
+    assert found[0] == found[1]
+
+
 WATERMARK_KEYS = [654, 400, 836, 123]
 UNSUPPORTED: list[tuple[LogitsProcessor, str]] = [
     (

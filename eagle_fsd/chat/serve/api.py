@@ -100,8 +100,9 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
     @app.exception_handler(HTTPException)
     async def rejected(request: Request, error: HTTPException) -> Response:
         if isinstance(error, ApiError):
+            # Errors of answers are counted where they arise.
             if request.method == "POST" and not isinstance(error.__cause__, ANSWER_ERRORS):
-                metrics.requests.labels("refused").inc()  # errors of answers are counted there
+                metrics.requests.labels("refused").inc()
             return _error_response(error)
         message = f"{request.method} {request.url.path}: {error.detail}"  # from the router
         body = ApiError(message, error.status_code).body()

@@ -119,9 +119,8 @@ class DraftModel(LevelDrafter):
     def encode(
         self, x: Tensor, tokens: Tensor, positions: Tensor, inputs: AttentionInputs
     ) -> Tensor:
-        tokens = tokens.clamp_max(
-            self._inner.vocab_size - 1
-        )  # the target's vocabulary may be larger
+        # The target's vocabulary may be larger.
+        tokens = tokens.clamp_max(self._inner.vocab_size - 1)
         _, mask, cache = inputs
         slots = (mask[:, 0] == 0).cumsum(-1) - 1  # positions, see :meth:`LevelDrafter.encode`
         return self._inner.encode(tokens, positions, mask=mask, keys=slots, cache=cache)
