@@ -127,7 +127,7 @@ FACTORS = {
 class Scale:
     """How much is written, trained on and measured.
 
-    A part of the chats consists of ``chats`` that the target writes from nothing and its
+    A part of the chats consists of ``chats`` that the target writes as a whole and its
     ``answers`` to given questions; ``curve`` lists numbers of tokens.
     """
 

@@ -1,4 +1,4 @@
-"""Have a target write chats from nothing: the user's messages and its own answers to them.
+"""Have a target write whole chats: the user's messages and its answers to them.
 
 A model that was tuned on chats continues the chat template's header of a user's message with such a
 message (Magpie, arXiv 2406.08464). A chat depends on its index and the seed only. Start with

@@ -1,4 +1,4 @@
-"""Chats that a target writes from nothing: deterministic, resumable, and sifted."""
+"""Chats that a target writes: deterministic, resumable, and sifted."""
 
 from __future__ import annotations
 
