@@ -163,6 +163,7 @@ class Batch:
         self, options: EngineOptions, max_rows: int, max_length: int | None = None
     ) -> None:
         self.max_rows, self.passes = max_rows, 0
+        self._requested_rows = max_rows
         self._options, self._max_length = options, max_length
         self._pool = options.pool
         self._failed = False  # an exception has interrupted a step
@@ -218,8 +219,8 @@ class Batch:
     def step(self) -> list[tuple[Answer, StreamChunk]]:
         """Give free rows to waiting requests, and take a step with all rows.
 
-        Returns what was emitted for each answer that is being decoded. Raises ``MemoryError`` if
-        there is not enough memory for one row.
+        Returns what was emitted for each answer that is being decoded. One that does not fit in
+        memory even by itself ends with an error.
         """
         found: list[tuple[Answer, StreamChunk]] = []  # kept if memory runs out later
         failed, self._failed = self._failed, True
@@ -237,9 +238,10 @@ class Batch:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            if not self._pool.clear() and self.max_rows <= 1:
-                raise MemoryError("there is not enough memory to decode one prompt") from error
-            self._halve()
+            if self._pool.clear() or self.max_rows > 1:
+                self._halve()
+            else:
+                found.append(self._fail(error))
         self._failed = failed
         return found
 
@@ -317,10 +319,8 @@ class Batch:
                     continue
                 length = answer.request.max_length
                 needed = memory.shortage(engine.row_bytes(length), 1)
-                answer.error = MemoryError(f"a row of {length} tokens needs {needed}")
-                answer.finished = True
-                found.append((answer, StreamChunk(answer.request.row, [], [], True)))
-                self._waiting.popleft()
+                error = MemoryError(f"a row of {length} tokens needs {needed}")
+                found.append(_ended(self._waiting.popleft(), error))
                 continue
             self._waiting.popleft()
             self._places[answer], answer.began = engine, dict(engine.clock.seconds)
@@ -384,12 +384,22 @@ class Batch:
     def _halve(self) -> None:
         """Let all answers wait again, for half as many rows."""
         self.max_rows = max(1, self.rows // 2)
-        log.warning("memory ran out: decoding at most %d prompts at once", self.max_rows)
+        log.warning("memory ran out: reduced the batch size to %d", self.max_rows)
         for answer, engine in self._places.items():
             answer.rule_state = engine.rule_state(answer)
         self._waiting.extendleft(reversed(self._places))
         self._places.clear()
         self._drop_engines(list(self._engines))
+
+    def _fail(self, cause: RuntimeError) -> tuple[Answer, StreamChunk]:
+        """End the answer whose memory ran out although it was the only one; retry the others."""
+        answer = next(iter(self._places), None) or self._waiting.popleft()
+        error = MemoryError("there is not enough memory to decode one prompt")
+        error.__cause__ = cause.with_traceback(None)  # its frames hold tensors
+        self._places.clear()
+        self._drop_engines(list(self._engines))
+        self.max_rows = self._requested_rows
+        return _ended(answer, error)
 
     def _drop_engines(self, keys: Sequence[Hashable]) -> list[Engine]:
         """Remove and return engines, whose seconds still count."""
@@ -397,6 +407,12 @@ class Batch:
         for engine in engines:
             _add_seconds(self._spent, engine)
         return engines
+
+
+def _ended(answer: Answer, error: Exception) -> tuple[Answer, StreamChunk]:
+    """End an answer with an error."""
+    answer.error, answer.finished = error, True
+    return answer, StreamChunk(answer.request.row, [], [], True)
 
 
 def _add_seconds(total: dict[str, float], engine: Engine) -> None:

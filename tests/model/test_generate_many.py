@@ -30,6 +30,7 @@ from eagle_fsd.model.acceptance import FuzzyRule, LimitedRule, TypicalRule
 from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.execution import StepResult
 from eagle_fsd.model.self_check import check_target
+from eagle_fsd.model.target import Target
 
 PENALTY = [RepetitionPenaltyLogitsProcessor(1.5)]
 #: Options that the rows of a batch mix.
@@ -194,6 +195,37 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(
     found = {item.index: item for item in pair.generate_many(items, max_batch=4)}
     assert [(found[index].tokens, found[index].origins) for index in range(len(ways))] == expected
     assert caplog.text.count("memory ran out") == 2
+
+
+def test_a_prompt_that_runs_out_of_memory_fails_its_answer_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All others are answered, those that were decoded together with it and those after it."""
+    pair, prefill = aligned_pair(), Target.prefill
+
+    def fail(self: Target, ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        if ids.shape[1] > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return prefill(self, ids, *arguments)
+
+    monkeypatch.setattr(Target, "prefill", fail)
+    lengths = 5, 120, 6, 7, 8
+    batch = pair.batch(2)
+    for requests in (list(map(prompt, lengths)), [prompt(120)]):
+        answers = [batch.add(pair.request(ids[0], 20)) for ids in requests]
+        while len(batch):
+            batch.step()
+        for ids, answer in zip(requests, answers, strict=True):
+            if ids.shape[1] == 120:
+                assert str(answer.error) == "there is not enough memory to decode one prompt"
+            else:
+                expected = pair.generate(ids, max_new_tokens=20).sequences[0, ids.shape[1] :]
+                assert answer.tokens == expected.tolist()
+        assert batch.max_rows == 2
+    found = []
+    with pytest.raises(MemoryError):
+        found.extend(pair.generate_many([prompt(n)[0] for n in lengths], 4, max_batch=3))
+    assert sorted(item.index for item in found) == [0, 2, 3, 4]
 
 
 def test_batch_is_limited_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
