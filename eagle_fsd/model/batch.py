@@ -282,7 +282,7 @@ class Batch:
             if fault and not answer.finished:
                 message = answer.request.decision.describe_fault(fault)
                 answer.error, answer.finished = FloatingPointError(message), True
-                engine.caches.clear(index)
+                engine.caches.rows[index].truncate(0)
             details = result.details[index] if result.details else None
             chunk = StreamChunk(
                 row=answer.request.row,

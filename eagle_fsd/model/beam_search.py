@@ -223,6 +223,7 @@ class BeamEngine(Engine):
         commit(self.state, tree, features[order], kept)
         for row, (beam, new) in enumerate(zip(beams, tokens, strict=True)):
             self.rows[row].length += len(new)
+            self._mark_written(row, self.rows[row].length)
             beam.path, beam.node = [], 0
         self.draft.observe(tokens)
         return live

@@ -171,10 +171,10 @@ class TreeCache(Cache):
             for plane in store:  # one at a time, because the rows that are read are copied
                 plane[list(target), :length] = plane[list(source), :length]
 
-    def clear(self, row: int) -> None:
-        """Overwrite a row with zeros, in every layer."""
+    def clear(self, row: int, first: int, last: int) -> None:
+        """Overwrite slots ``first`` to ``last`` of a row with zeros, in every layer."""
         for store in self._stores:
-            store[:, row] = 0
+            store[:, row, first:last] = 0
 
     def enlarged(self, rows: int, length: int) -> TreeCache:
         """Return a cache of at least this size that starts with the contents of this one."""

@@ -100,6 +100,8 @@ class Engine:
         self.draft.use(tree)
         self._nodes = max(map(drafter.max_nodes, trees))
         self.width = max(item.depth for item in trees) + 2  # most tokens of a step per row
+        draft = max(drafter.cache_length(self._extra - self._nodes, tree) for tree in trees)
+        self._margin = max(self._extra, draft)  # slots beyond a row's tokens that steps may write
         self.reserved = 0, 0  # rows, and tokens in a row, that there is memory for
         self._tensors = _RowTensors.new(target.device, 0, 0)
         self._prompts: deque[_Prompts] = deque()
@@ -196,6 +198,7 @@ class Engine:
         for place, row in enumerate(rows, first):
             row.start(self.width)
             start = self._reuse(place, row.prompt) if cached else 0
+            self.caches.clear(place, start)
             self.caches.rows[place].epoch = self.caches.epoch
             if groups and abs(groups[-1].start - start) < MIN_REUSED:
                 groups[-1].rows.append(row)
@@ -239,6 +242,10 @@ class Engine:
         group = self._prompts[0]
         longest = max(row.length for row in group.rows)
         stop = min(group.start + PREFILL_CHUNK, longest)
+        for place, row in enumerate(group.rows, group.first):
+            row.prefilled += max(0, min(stop, row.length) - group.start)
+            self.caches.rows[place].truncate(group.start)  # what follows is overwritten
+            self._mark_written(place, stop)
         if group.start < stop:
             prompts = [torch.tensor(row.prompt) for row in group.rows]
             ids = pad_sequence(prompts, batch_first=True).to(self.target.device)
@@ -246,9 +253,6 @@ class Engine:
             with self.cache.from_row(group.first):
                 features = self.target.prefill(chunk, group.start, self.cache, self.drafter.reads)
             self.draft.prefill(group.first, ids, start=group.start, stop=stop, features=features)
-            for place, row in enumerate(group.rows, group.first):
-                row.prefilled += max(0, min(stop, row.length) - group.start)
-                self.caches.rows[place].tokens = row.prompt[: min(stop, row.length)]
             group.start = stop
         if stop < longest:
             return
@@ -299,14 +303,17 @@ class Engine:
         size = row.request.decision.rule.state_size
         return self._tensors.read_state[self.rows.index(row), :size].clone()
 
+    def _mark_written(self, place: int, length: int) -> None:
+        """Note that passes may write to a row's slots while it has at most ``length`` tokens."""
+        cached = self.caches.rows[place]
+        cached.written = max(cached.written, length + self._margin)
+
     def _swap(self, one: int, other: int) -> None:
         if one != other:
             self._copy_rows([one, other], [other, one])
 
     def _copy_rows(self, source: list[int], target: list[int]) -> None:
-        longest = max(len(self.caches.rows[row].tokens) for row in (*source, *target))
-        longest = max([longest, *(row.length for row in self.rows)])
-        self.caches.copy_rows(source, target, longest + self._nodes + self.width)
+        self.caches.copy_rows(source, target)
         self.draft.copy_rows(source, target)
         for tensor in self._tensors:
             tensor[target] = tensor[source]
@@ -326,7 +333,6 @@ class Engine:
         oldest = min(places, key=lambda row: caches.rows[row].used)
         if oldest != place and len(caches.rows[place].tokens) >= shared[best] + MIN_REUSED:
             self._copy_rows([place], [oldest])
-        caches.rows[place].truncate(shared[best])
         caches.touch(place)
         return shared[best]
 
@@ -413,12 +419,14 @@ class Engine:
             if not new:
                 continue
             cached = self.caches.rows[place]
-            cached.tokens += [row.root, *new[:-1]]
+            # A prompt's tokens only count once its logits are known; cancelled ones may be NaN.
+            cached.tokens += [*row.prompt[len(cached.tokens) : row.length], row.root, *new[:-1]]
             if self._drafts_from_cache and len(row.prompt) > 1:
                 # The drafter has not processed the new tokens. After a prompt of one token, a
                 # head's pairs are shifted by one slot.
                 cached.entries = row.length
             row.length, row.root = row.length + len(new), new[-1]
+            self._mark_written(place, row.length)
             if row.prefix is not None:
                 row.prefix.append(launched.tokens[launched.order[place], : len(new)])
         self.draft.observe(result.tokens)

@@ -17,12 +17,14 @@ class CachedRow:
     """The tokens of a row in the target's cache, and the number of entries in the drafter's.
 
     ``epoch`` counts the model's changes before, and ``used`` the calls of :meth:`RowCaches.touch`.
+    Slots from ``written`` on are zero in both caches.
     """
 
     tokens: list[int] = field(default_factory=list)
     entries: int = 0
     epoch: int = 0
     used: int = 0
+    written: int = 0
 
     def truncate(self, length: int) -> None:
         """Drop the tokens beyond a length."""
@@ -120,16 +122,22 @@ class RowCaches:
         self._touched += 1
         self.rows[row].used = self._touched
 
-    def clear(self, row: int) -> None:
-        """Overwrite a row of the caches with zeros: an additive mask would let NaNs through."""
-        self.rows[row].truncate(0)
-        for cache in self._caches:
-            cache.clear(row)
+    def clear(self, row: int, length: int) -> None:
+        """Drop the tokens beyond a length, and zero their slots.
 
-    def copy_rows(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
-        """Overwrite the first slots of rows; all are read before any is written."""
+        They may hold NaNs, which an additive mask would let through.
+        """
+        cached = self.rows[row]
+        cached.truncate(length)
         for cache in self._caches:
-            cache.copy_rows(source, target, length)
+            cache.clear(row, length, cached.written)
+        cached.written = length
+
+    def copy_rows(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Overwrite rows; all are read before any is written."""
+        longest = max(self.rows[row].written for row in (*source, *target))
+        for cache in self._caches:
+            cache.copy_rows(source, target, longest)
         read = [replace(self.rows[row], tokens=self.rows[row].tokens.copy()) for row in source]
         for row, copied in zip(target, read, strict=True):
             self.rows[row] = copied

@@ -338,8 +338,12 @@ def test_trees_follow_the_number_of_rows() -> None:
     assert not pair.batch_trees
 
 
-def test_row_of_broken_logits_can_be_used_again() -> None:
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_row_of_broken_logits_can_be_used_again(
+    cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NaN left in the cache by the previous answer is cleared; a mask would let it through."""
+    monkeypatch.setattr(engine, "PREFILL_CHUNK", 8)
     given = aligned_pair()
     check_target(given.target)  # before the weights are broken
     model = copy.deepcopy(given.model)
@@ -347,13 +351,18 @@ def test_row_of_broken_logits_can_be_used_again() -> None:
         model.model.embed_tokens.weight[7] = torch.nan
     pair = EagleFSD(model, copy.deepcopy(given.drafter), given.tree)
     clean = [token for token in prompt(9)[0].tolist() if token != 7]
-    batch = pair.batch(1)
-    broken = batch.add(pair.request([*clean, 7, *clean, *clean], 10))
+    batch = pair.batch(2)
+    # Drafts must not contain the token whose embedding is broken.
+    answers = [batch.add(pair.request(clean, 40, method="ar"))]
+    batch.step()
+    broken = batch.add(pair.request([*clean[:3], 7, *clean, *clean], 10, method="ar"))
+    batch.step()  # its first chunk
+    if cancelled:
+        batch.cancel(broken)
+    while not broken.finished:
+        batch.step()
+    assert isinstance(broken.error, FloatingPointError) != cancelled
+    answers.append(batch.add(pair.request(clean, 10, method="ar")))
     while len(batch):
         batch.step()
-    assert isinstance(broken.error, FloatingPointError)
-    answer = batch.add(pair.request(clean, 10))
-    while len(batch):
-        batch.step()
-    assert answer.error is None
-    assert len(answer.tokens) == 10
+    assert [(answer.error, len(answer.tokens)) for answer in answers] == [(None, 40), (None, 10)]
