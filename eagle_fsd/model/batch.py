@@ -314,7 +314,7 @@ class Batch:
                 if self.rows:
                     break  # there is enough memory when other answers have ended
                 if not freed:  # the caches hold the tokens of answers that have ended
-                    self._drop_engines(list(self._engines))
+                    self._free()
                     freed = True
                     continue
                 length = answer.request.max_length
@@ -350,7 +350,7 @@ class Batch:
         return False
 
     def _fits(self, engine: Engine, rows: int, length: int) -> bool:
-        """Whether there is memory for rows, if need be instead of engines that are not in use."""
+        """Return whether rows fit in memory; drop pooled engines if they do not otherwise."""
         if rows <= engine.fitting_rows(length):
             return True
         return self._pool.clear() and rows <= engine.fitting_rows(length)
@@ -397,9 +397,15 @@ class Batch:
         error = MemoryError("there is not enough memory to decode one prompt")
         error.__cause__ = cause.with_traceback(None)  # its frames hold tensors
         self._places.clear()
-        self._drop_engines(list(self._engines))
+        self._free()
         self.max_rows = self._requested_rows
         return _ended(answer, error)
+
+    def _free(self) -> None:
+        """Drop all engines, and the tokens of a prefix cache, which can be processed again."""
+        self._drop_engines(list(self._engines))
+        if self._options.caches is not None:
+            self._options.caches.release()
 
     def _drop_engines(self, keys: Sequence[Hashable]) -> list[Engine]:
         """Remove and return engines, whose seconds still count."""

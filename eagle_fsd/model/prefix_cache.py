@@ -66,9 +66,23 @@ class RowCaches:
             return False
         self.epoch += 1
         if not keep:  # the data types may have changed
-            self.target_cache = self.draft_cache = None
-            self.rows = [CachedRow(epoch=row.epoch, used=row.used) for row in self.rows]
+            self.release()
         return True
+
+    def release(self) -> None:
+        """Free the caches, and forget what they hold."""
+        self.target_cache = self.draft_cache = None
+        self.rows = [CachedRow(epoch=row.epoch, used=row.used) for row in self.rows]
+
+    def fitting_rows(self, length: int, draft_length: int) -> int:
+        """Return how many rows with so many slots in the two caches these have room for."""
+        needed = (self.target_cache, length), (self.draft_cache, draft_length)
+        rows = [
+            0 if cache is None or cache.length < slots else cache.rows
+            for cache, slots in needed
+            if slots
+        ]
+        return min(rows)
 
     def reserve(
         self,

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from pairs import ACCEPT_ALL, aligned_pair, small_tree
 
 from eagle_fsd import DecodeStats, DraftModel, EagleFSD, NGramDrafter, PrefixCache
+from eagle_fsd.model import memory
+from eagle_fsd.model.engine import Engine
 
 NEW = 12
 
@@ -92,6 +94,24 @@ def test_interrupted_call_leaves_the_cache_usable() -> None:
         decode(model, longer, cache)
     hook.remove()
     assert decode(model, longer, cache)[0] == decode(model, longer, None)[0]
+
+
+def test_turns_that_fit_in_the_cache_need_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that has to grow, and cannot beside the old one, is dropped and filled again."""
+    monkeypatch.setattr(PrefixCache, "spare", 20)
+    model, cache = aligned_pair(), PrefixCache()
+    ids, *_ = decode(model, [3, 17, 5, 40, 8], cache)
+    turns = [ids, [*ids, *range(90)]]
+    expected = [decode(model, turn, None)[0] for turn in turns]
+    row = Engine(model.target, model.drafter, model.tree).row_bytes(len(turns[1]) + NEW)
+    enough = int(row.total() / memory.USABLE_SHARE) + 1
+    monkeypatch.setattr(memory, "free_bytes", lambda _: max(0, enough - cache.nbytes))
+    for turn, whole in zip(turns, expected, strict=True):
+        found, _, stats = decode(model, turn, cache)
+        assert found == whole
+        assert (stats.prefilled == len(turn) - 1) == (turn is turns[1])
+    with pytest.raises(MemoryError, match=r"a row of .* tokens needs"):
+        decode(model, [*expected[1], *range(90)], cache)
 
 
 def test_cache_needs_a_single_prompt_and_its_own_model() -> None:
