@@ -62,10 +62,8 @@ class Target:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.config: PreTrainedConfig = model.config.get_text_config(decoder=True)
-        # An embedding and a linear layer in most architectures; other modules have a weight, too.
-        self.embed: Any = model.get_input_embeddings()
-        self.lm_head: Any = model.get_output_embeddings()
-        if self.lm_head is None:
+        projection: Any = model.get_output_embeddings()
+        if projection is None:
             raise ValueError(
                 f"{type(model).__name__} has no output projection; it is not a causal LM"
             )
@@ -81,7 +79,7 @@ class Target:
                 f"{type(model).__name__} is not supported: its configuration has no"
                 " max_position_embeddings"
             )
-        self.vocab_size = int(self.lm_head.weight.shape[0])  # V, including any padding
+        self.vocab_size = int(projection.weight.shape[0])  # V, including any padding
         #: Maximum number of tokens in a sequence.
         self.context_length = int(self.config.max_position_embeddings)
         self.attention_types = _attention_types(self.config)
@@ -101,7 +99,6 @@ class Target:
         self.stable_length = self._stable_length()
         #: What the caches of this model allocated.
         self.layout = _layouts.setdefault(model, Layout())
-        _record_input(self.lm_head, LAST)
         self.renew(())
 
     @property
@@ -278,7 +275,14 @@ class Target:
         return TargetPass(logits, self._features(recorded, states))
 
     def renew(self, states: Sequence[int]) -> None:
-        """Register the hooks for hidden states and find plain layers, when the model changed."""
+        """Find the modules that passes use, and whether they are plain; register the hooks.
+
+        The model may have changed since the last call.
+        """
+        # An embedding and a linear layer in most architectures; other modules have a weight, too.
+        self.embed: Any = self.model.get_input_embeddings()
+        self.lm_head: Any = self.model.get_output_embeddings()
+        _record_input(self.lm_head, LAST)
         self.register(states)
         # Query heads per key head that masks of plain layers are folded for; 0 for other layers.
         self._plain_groups = query_groups(self.model) if is_plain_model(self.model) else 0

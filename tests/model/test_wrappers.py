@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import (
+    DEFAULT_ARCHITECTURE,
     NEW_TOKENS,
     aligned_pair,
     batch,
@@ -82,6 +83,30 @@ def test_peft_model_decodes_like_its_own_generate(mixed: bool, modules: tuple[st
     if not mixed:
         with model.disable_adapter():
             _check_decoding(pair, model, reference(aligned=True))
+
+
+@pytest.mark.parametrize("architecture", [DEFAULT_ARCHITECTURE, "qwen3"])
+def test_output_projection_can_be_replaced_between_calls(architecture: str) -> None:
+    """A new module, or an adapter of it, is used by new calls and by an open batch."""
+    model = tiny_target(architecture)
+    pair, ids = EagleFSD(model, untrained_head(model), small_tree()), prompt(9)
+    config = LoraConfig(target_modules=["lm_head"], init_lora_weights=False)
+    torch.manual_seed(0)
+    open_batch, seen = pair.batch(1), set()
+    for change in (
+        lambda: None,
+        lambda: model.set_output_embeddings(nn.Linear(32, model.config.vocab_size, bias=False)),
+        lambda: get_peft_model(model, config),
+    ):
+        change()
+        answer = open_batch.add(pair.request(ids[0], 8))
+        while not answer.finished:
+            open_batch.step()
+        expected = greedy_reference(model, ids, new=8)
+        assert torch.equal(pair.generate(ids, max_new_tokens=8).sequences, expected)
+        assert answer.tokens == expected[0, 9:].tolist()
+        seen.add(tuple(answer.tokens))
+    assert len(seen) == 3
 
 
 def test_adapter_outside_the_model_raises_one_line() -> None:
