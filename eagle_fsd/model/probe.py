@@ -41,7 +41,7 @@ class DivergenceProbe(AcceptanceRule):
         self.records: list[ProbeRecord] = []
 
     def gate(self, inputs: VerificationInputs) -> Tensor:
-        """Record the step and keep the gate closed everywhere; see :meth:`AcceptanceRule.gate`."""
+        """Record the step; see :meth:`AcceptanceRule.gate`."""
         tree = inputs.tree
         if tree.size > 1:
             exact = tree.tokens == inputs.sampled.gather(1, tree.parents)
@@ -59,7 +59,11 @@ class DivergenceProbe(AcceptanceRule):
                     {name: value[reached] for name, value in values.items()},
                 )
             )
-        return torch.zeros_like(tree.tokens, dtype=torch.bool)
+        return torch.ones_like(tree.tokens, dtype=torch.bool)
+
+    def admits(self, inputs: VerificationInputs, nodes: Tensor, tokens: Tensor) -> Tensor:
+        """Relax nothing; see :meth:`AcceptanceRule.admits`."""
+        return torch.zeros_like(nodes, dtype=torch.bool)
 
 
 def gate_divergences(

@@ -212,7 +212,8 @@ class AcceptanceRule:
     def gate(self, inputs: VerificationInputs) -> Tensor:
         """Select the nodes below which tokens may be relaxed: ``[B, N]`` bool; by default all.
 
-        ``inputs`` are the tree and both models' distributions on it.
+        ``inputs`` are the tree and both models' distributions on it. With ``fallback="stop"``, a
+        closed gate also ends the path: a rule that relaxes nothing overrides :meth:`admits`.
         """
         return torch.ones_like(inputs.tree.tokens, dtype=torch.bool)
 

@@ -27,7 +27,7 @@ from pairs import (
 )
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, NGramDrafter, Origin, TreeConfig
-from eagle_fsd.model.acceptance import FuzzyRule, PhaseRule
+from eagle_fsd.model.acceptance import FuzzyRule, MixtureRule, PhaseRule
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -83,6 +83,7 @@ def test_threshold_zero_is_lossless_with_any_fallback_and_selection() -> None:
         (phase, "longest", "exact"),
         (phase, "target", "stop"),
         (phase, "sample", "exact"),
+        (MixtureRule(1.0), "longest", "stop"),
     ):
         acceptance = AcceptanceConfig(selection=selection, fallback=fallback)
         out = aligned_pair().generate(ids, mask, 12, acceptance=acceptance, rule=rule)

@@ -46,4 +46,5 @@ def test_reached_nodes_with_children_are_recorded() -> None:
     assert record.divergences["tv"].tolist() == pytest.approx([0.0, 0.4], abs=1e-6)
     expected = FuzzyRule(ALWAYS).divergences(inputs)[0, [0, 1]]
     assert torch.equal(record.divergences["js"], expected)
-    assert torch.equal(kept.tokens, verify(inputs, ExactRule()).tokens)
+    for result in (kept, verify(inputs, DivergenceProbe(), fallback="stop")):
+        assert torch.equal(result.tokens, verify(inputs, ExactRule()).tokens)

@@ -115,8 +115,8 @@ class MixtureRule(AcceptanceRule):
     needs_uniform = True
     needs_drawn = True
 
-    def gate(self, inputs: VerificationInputs) -> Tensor:
-        return torch.zeros_like(inputs.tree.tokens, dtype=torch.bool)
+    def admits(self, inputs: VerificationInputs, nodes: Tensor, tokens: Tensor) -> Tensor:
+        return torch.zeros_like(nodes, dtype=torch.bool)
 
     def choose(self, inputs: VerificationInputs) -> Tensor:
         tree, sampled = inputs.tree, inputs.sampled
