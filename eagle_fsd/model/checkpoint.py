@@ -29,6 +29,7 @@ from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.hub import find_file
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.weights import (
+    INDEX,
     WEIGHT_FILES,
     CheckpointError,
     read_json,
@@ -36,7 +37,7 @@ from eagle_fsd.model.weights import (
     tensor_files,
     whole,
 )
-from eagle_fsd.utils.files import atomic_path
+from eagle_fsd.utils.files import atomic_path, atomic_write
 from eagle_fsd.utils.text import one_line
 
 log = logging.getLogger(__name__)
@@ -296,7 +297,7 @@ def write_head(
     """Write ``config.json`` and weights, those in floating point as ``dtype``."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    (path / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    atomic_write(path / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
     state = {
         name: tensor.detach()
         .to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
@@ -309,6 +310,10 @@ def write_head(
             torch.save(state, temporary)
         else:
             save_file(state, temporary, metadata={"format": "pt"})
+    for name in WEIGHT_FILES:  # of a head saved earlier, which readers may prefer
+        for other in (name, name + INDEX):
+            if other != file:
+                (path / other).unlink(missing_ok=True)
 
 
 def _check(path: str | Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:

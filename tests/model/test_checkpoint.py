@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -104,6 +105,23 @@ def test_saved_head_has_two_files_without_the_target_tensors(
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     assert (config["bias"], config["num_hidden_layers"]) == (True, 1)
     assert "quantization_config" not in config
+
+
+def test_saving_replaces_a_head_whatever_its_format(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights saved last are loaded; where saving fails, the head that was there remains."""
+    target, head = Target(model), untrained_head(model).attach(Target(model))
+    for binary in (False, True, False):
+        head.fc.weight.data.mul_(2.0)
+        save_head(head, tmp_path, binary=binary)
+        assert sorted(item.name for item in tmp_path.iterdir()) == ["config.json", FORMATS[binary]]
+        assert torch.equal(load_head(tmp_path, target).fc.weight, head.fc.weight)
+    before, head.fc.bias = load_head(tmp_path, target), None
+    monkeypatch.setattr(os, "fsync", lambda _: os.stat("/no/space"))
+    with pytest.raises(OSError, match="/no/space"):
+        save_head(head, tmp_path)
+    assert same_state(load_head(tmp_path, target), before.state_dict())
 
 
 @pytest.mark.parametrize("file", FORMATS)
