@@ -74,7 +74,9 @@ def is_plain_model(model: Any) -> bool:
 
 def is_changed(part: nn.Module) -> bool:
     """Whether a module's function is not a library's own, or a hook may change its result."""
-    if "forward" in part.__dict__ or not type(part).forward.__module__.startswith(LIBRARIES):
+    if "forward" in part.__dict__ or part._compiled_call_impl is not None:
+        return True
+    if not type(part).forward.__module__.startswith(LIBRARIES):
         return True
     hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
     return not all(getattr(hook, "reads_only", False) for hook in hooks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -141,11 +141,20 @@ def test_compiled_module_is_unwrapped() -> None:
 
 
 @pytest.mark.usefixtures("compiler")
-def test_model_compiled_in_place_decodes_like_the_original() -> None:
-    model, ids = tiny_target(num_hidden_layers=1), prompt(6, 3)
-    expected = greedy_reference(model, ids, new=8)
-    head = untrained_head(model)
-    model.compile(backend="eager")
-    pair = EagleFSD(model, head, small_tree())
-    assert torch.equal(pair.generate(ids, max_new_tokens=8).sequences, expected)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+@pytest.mark.parametrize("used", [False, True])
+def test_model_compiled_in_place_decodes_like_the_original(used: bool) -> None:
+    """Passes over draft trees run compiled, also if the model is compiled between two calls."""
+    model, ids, calls = copy.deepcopy(aligned_pair().model), prompt(6, 3), []
+    expected = greedy_reference(model, ids, new=12)
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        return lambda *inputs: calls.append(1) or graph(*inputs)
+
+    pair = _pair(model)
+    if used:
+        pair.generate(ids, max_new_tokens=12)
+    model.compile(backend=backend)
+    out = pair.generate(ids, max_new_tokens=12)
+    assert torch.equal(out.sequences, expected)
+    assert out.stats.accepted == aligned_pair().generate(ids, max_new_tokens=12).stats.accepted
+    assert len(calls) >= out.stats.passes
