@@ -6,6 +6,7 @@ Compiled passes, CUDA graphs and caches are valid as long as two descriptions ar
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import chain
@@ -121,10 +122,9 @@ class _Walk:
 
     def _add_identity(self, value: Any) -> None:
         """Add which object this is. A reference keeps the identity from being used again."""
-        try:
+        self.found.append(id(value))  # comes first, because comparing references compares tensors
+        with suppress(TypeError):
             self.found.append(weakref.ref(value))
-        except TypeError:
-            self.found.append(id(value))
 
     def _add_tensor(self, tensor: Tensor) -> None:
         plain = type(tensor) in (Tensor, nn.Parameter)

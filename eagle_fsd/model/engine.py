@@ -232,9 +232,12 @@ class Engine:
     def _renew(self) -> None:
         """Forget what was computed or captured with the modules if they have changed since."""
         self.target.renew(self.drafter.reads)  # hooks are among the things that are compared
+        self.drafter.renew()
         modules = [item for item in (self.target.model, self.drafter.network) if item is not None]
         described = describe_modules(*modules)
         changed = self.caches.renew(described, keep=bool(self.rows or self._prompts))
+        if changed:
+            self.draft.renew(self.tree)
         if changed and self.caches.target_cache is None:
             self.reserved = self.reserved[0], 0  # other tensors keep their rows
         self.execution.renew(modules, described, changed)

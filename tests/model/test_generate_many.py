@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from eagle3_heads import aligned_eagle3_pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairs import (
@@ -24,7 +27,7 @@ from pairs import (
 )
 from transformers import LogitsProcessor, MaxLengthCriteria, RepetitionPenaltyLogitsProcessor
 
-from eagle_fsd import EagleFSD, NGramDrafter, Prompt, TreeConfig
+from eagle_fsd import DraftModel, EagleFSD, EagleHead, NGramDrafter, Prompt, TreeConfig
 from eagle_fsd.model import engine, memory
 from eagle_fsd.model.acceptance import FuzzyRule, LimitedRule, TypicalRule
 from eagle_fsd.model.engine import Engine
@@ -139,6 +142,68 @@ def test_a_batch_goes_on_after_the_model_has_changed() -> None:
         for answer, ids in zip(answers, prompts, strict=True):
             expected = greedy_reference(pair.model, ids, torch.ones_like(ids), new=12)
             assert answer.tokens == expected[0, ids.shape[1] :].tolist()
+
+
+def test_a_batch_notices_that_a_hook_reads_another_tensor() -> None:
+    """Activation steering: the vector that a hook adds is exchanged between two requests."""
+    pair, vector = new_random_pair(), torch.zeros(32)
+    pair.model.base_model.layers[0].register_forward_hook(lambda *args: args[2] + vector)
+    batch, ids = pair.batch(1), prompt(6)
+    answers = []
+    for steered in (vector, torch.linspace(-3.0, 3.0, 32)):
+        vector = steered
+        answers.append(batch.add(pair.request(ids[0], 12)))
+        while len(batch):
+            batch.step()
+        expected = greedy_reference(pair.model, ids, torch.ones_like(ids), new=12)
+        assert answers[-1].tokens == expected[0, 6:].tolist()
+    assert answers[0].tokens != answers[1].tokens
+
+
+@pytest.mark.parametrize("kind", ["head", "draft model"])
+def test_hooks_of_a_drafter_run_in_an_open_batch_and_in_new_calls(kind: str) -> None:
+    model = aligned_pair().model
+    if kind == "head":
+        head = copy.deepcopy(aligned_pair().drafter)
+        pair, hooked = EagleFSD(model, head, small_tree()), head.layers[0]
+    else:
+        draft = copy.deepcopy(model)
+        pair, hooked = EagleFSD(model, DraftModel(draft), small_tree()), draft.lm_head
+    batch, ids, calls = pair.batch(1), prompt(6), []
+
+    def accepted() -> set[float]:
+        answer = batch.add(pair.request(ids[0], 20))
+        while len(batch):
+            batch.step()
+        out = pair.generate(ids, max_new_tokens=20)
+        assert answer.tokens == out.sequences[0, 6:].tolist()
+        return {answer.stats.tau, out.stats.tau}
+
+    (before,) = accepted()
+    hooked.register_forward_hook(lambda *args: calls.append(1) or -args[2])
+    (after,) = accepted()
+    assert after < before
+    assert calls
+
+
+@pytest.mark.parametrize("make", [aligned_pair, partial(aligned_eagle3_pair, 48)])
+def test_draft_vocabulary_can_change_in_an_open_batch(make: Callable[[], EagleFSD]) -> None:
+    shared = make()
+    pair = EagleFSD(shared.model, copy.deepcopy(shared.drafter), small_tree())
+    batch, ids, head = pair.batch(1), prompt(6), pair.drafter
+    if isinstance(head, EagleHead):
+        change, vocabularies = head.restrict_vocabulary, [None, range(2), range(48, 96), None]
+    else:
+        change, own = head.set_token_ids, head.token_ids
+        vocabularies = [own, own.flip(0), own]
+    expected = greedy_reference(pair.model, ids, torch.ones_like(ids), new=20)[0, 6:].tolist()
+    for vocabulary in vocabularies:
+        change(None if vocabulary is None else torch.as_tensor(vocabulary))
+        answer = batch.add(pair.request(ids[0], 20))
+        while len(batch):
+            batch.step()
+        assert answer.tokens == expected
+        assert answer.stats.tau == pair.generate(ids, max_new_tokens=20).stats.tau
 
 
 def test_cancelled_answers_leave_at_once_and_change_no_other() -> None:

@@ -97,6 +97,9 @@ class DraftModel(LevelDrafter):
     def layout(self) -> Layout:
         return self._inner.layout
 
+    def renew(self) -> None:
+        self._inner.renew(())
+
     def start(self, tree: TreeConfig, draw: Draw | None) -> LevelState:
         with _prefixed_errors(self.model):
             check_target(self._inner)

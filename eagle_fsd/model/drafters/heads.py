@@ -22,11 +22,9 @@ from typing_extensions import Self
 
 from eagle_fsd.model.attention import TREE_ATTENTION, fold_mask
 from eagle_fsd.model.cache import Layout, TreeCache
-from eagle_fsd.model.config import TreeConfig
-from eagle_fsd.model.drafters.levels import LevelDrafter, LevelState
+from eagle_fsd.model.drafters.levels import LevelDrafter
 from eagle_fsd.model.plain_layers import AttentionInputs, is_plain, signed_rotary
 from eagle_fsd.model.target import Target
-from eagle_fsd.model.tree import Draw
 
 
 class DraftHead(nn.Module, LevelDrafter):
@@ -63,7 +61,7 @@ class DraftHead(nn.Module, LevelDrafter):
                 f" {self.config.vocab_size} tokens, the target's has {target.vocab_size}"
             )
         self._target = target  # not a module, so its parameters are not registered here
-        self._set_plain()
+        self.renew()
         return self.to(target.device)
 
     @property
@@ -134,11 +132,7 @@ class DraftHead(nn.Module, LevelDrafter):
     def layout(self) -> Layout:
         return self._layout
 
-    def start(self, tree: TreeConfig, draw: Draw | None) -> LevelState:
-        self._set_plain()
-        return super().start(tree, draw)
-
-    def _set_plain(self) -> None:
+    def renew(self) -> None:
         """Determine whether the layers are plain, which hooks change."""
         self.plain = all(is_plain(layer, self.config) for layer in self.layers)
 

@@ -41,6 +41,10 @@ class DraftState(ABC):
         """
         return
 
+    def renew(self, tree: TreeConfig) -> None:
+        """Forget what follows from the network, which has changed, and :meth:`use` a tree."""
+        self.use(tree)
+
     def reserve(self, rows: int, max_length: int, cache: TreeCache | None) -> None:
         """Make room for more rows, without changing those that there are; by default, nothing.
 
@@ -144,6 +148,10 @@ class Drafter(ABC):
         Raises:
             ValueError: The drafter belongs to another target.
         """
+
+    def renew(self) -> None:
+        """Adapt to changes of the network, whenever prompts join; by default, nothing."""
+        return
 
     @abstractmethod
     def start(self, tree: TreeConfig, draw: Draw | None) -> DraftState:

@@ -108,7 +108,7 @@ class LevelDrafter(Drafter):
         return tree.total_tokens
 
     def cache_length(self, max_length: int, tree: TreeConfig) -> int:
-        return max_length + tree.depth * (min(tree.top_k, self.vocab_size) + 1) + 2
+        return max_length + tree.depth * (tree.top_k + 1) + 2
 
     def start(self, tree: TreeConfig, draw: Draw | None) -> LevelState:
         return LevelState(self, tree, draw)
@@ -146,6 +146,10 @@ class LevelState(DraftState):
                 draw=self.draw,
             )
         self.builder = self._builders[tree]
+
+    def renew(self, tree: TreeConfig) -> None:
+        self._builders.clear()  # the vocabulary may have changed
+        self.use(tree)
 
     def _state(self, rows: int) -> tuple[Tensor, ...]:
         """Allocate what is kept per row; see :meth:`show`."""
