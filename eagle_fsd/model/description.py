@@ -34,8 +34,9 @@ UNREAD = nn.Module().__dict__.keys() - {
 class Description:
     """What modules compute with.
 
-    ``structures`` are each module's parts, attributes, hooks and addresses of weights, without
-    those that it shares with modules before it; ``versions`` count changes in place.
+    ``structures`` are each module's data type under autocast, parts, attributes, hooks and
+    addresses of weights, without those that it shares with modules before it; ``versions`` count
+    changes in place.
     """
 
     structures: list[list[object]]
@@ -49,7 +50,9 @@ def describe_modules(*modules: nn.Module) -> Description:
     """
     walk, structures = _Walk(), []
     for module in modules:
-        walk.found = []
+        device = next((item.device.type for item in module.parameters()), "cpu")
+        autocast = torch.is_autocast_enabled(device)
+        walk.found = [torch.get_autocast_dtype(device) if autocast else None]
         walk.add(module)
         structures.append(walk.found)
     return Description(structures, walk.versions)

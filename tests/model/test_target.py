@@ -24,7 +24,7 @@ from pairs import (
 from torch import Tensor, nn
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
-from eagle_fsd import DraftModel, EagleFSD, EagleHead, NGramDrafter
+from eagle_fsd import DraftModel, EagleFSD, EagleHead, NGramDrafter, PrefixCache
 from eagle_fsd.model import engine
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.target import Target
@@ -97,7 +97,7 @@ def test_decoding_does_not_change_the_model() -> None:
 
 
 def test_decoding_under_autocast() -> None:
-    """RoPE makes the keys float32 there, and the values stay bfloat16."""
+    """RoPE makes the keys float32 there, and the values stay bfloat16, also in a kept cache."""
     model = tiny_target()
     pair = EagleFSD(model, untrained_head(model), small_tree())
     ids, mask = left_padded(prompt(9, 1), prompt(4, 2))
@@ -107,6 +107,11 @@ def test_decoding_under_autocast() -> None:
             assert torch.equal(pair.generate(ids, mask, 12, method=method).sequences, expected)
         changed = plain_logits(model, ids[0])[0]
     assert not torch.equal(changed, plain_logits(model, ids[0])[0])
+    kept, ids = PrefixCache(), prompt(9, 1)
+    for enabled in (True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found = pair.generate(ids, max_new_tokens=12, prefix_cache=kept).sequences
+            assert torch.equal(found, greedy_reference(model, ids, new=12))
 
 
 def _raise(*_args: object) -> None:
