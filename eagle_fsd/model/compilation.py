@@ -73,7 +73,9 @@ def compiled(
             return function
         # torch finds compiled versions by the code of a function.
         code, names = function.__code__.replace(), function.__globals__
-        own = FunctionType(code, names, function.__name__, function.__defaults__)
+        parts: Any = function.__name__, function.__defaults__, function.__closure__
+        own = FunctionType(code, names, *parts)
+        own.__kwdefaults__ = function.__kwdefaults__
         versions[function] = _Compiled(own, _module_options(module))
     version: _Compiled[Result] = versions[function]
     return version if trace else version.run_existing

@@ -41,8 +41,9 @@ CACHE_FILE = "trees.json"
 
 
 def fit_tree(model: EagleFSD) -> None:
-    """Set the tree of a pair on a CPU whose tree nobody has chosen; the result is cached."""
-    on_cpu = model.target.device.type == "cpu"
+    """Choose the tree of a pair on a CPU for which none has been set; the result is cached."""
+    # Processes that share a target could choose different trees.
+    on_cpu = model.target.device.type == "cpu" and model.target.group is None
     if not (model.has_default_tree and on_cpu and isinstance(model.drafter, LevelDrafter)):
         return
     file, key = cache_folder().with_name(CACHE_FILE), _key(model)
@@ -104,13 +105,14 @@ def _time_passes(model: EagleFSD) -> tuple[dict[int, float], dict[int, float], d
         for depth in (1, 1 + LEVELS)
     ]
     spent = {}
-    original = model.tree
+    original = model.tree, model.compile
+    model.compile = False  # every tree would be compiled by itself
     try:
         for tree in dict.fromkeys(trees):
             model.tree = tree
             spent[tree.total_tokens, tree.depth, tree.top_k] = _step_seconds(model)
     finally:
-        model.tree = original
+        model.tree, model.compile = original
     target = {nodes: spent[nodes, 1, WIDTHS[-1]][1] for nodes in NODES}
     level, draft = {}, {}
     for width in WIDTHS:

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,11 +36,15 @@ from eagle_fsd import EagleFSD, PrefixCache
 from eagle_fsd.model import compilation
 from eagle_fsd.model.compilation import compile_graph
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig
+from eagle_fsd.model.default_tree import fit_tree
 from eagle_fsd.model.drafters.draft_model import DraftModel
+from eagle_fsd.model.drafters.levels import LevelState
 from eagle_fsd.model.drafters.ngram import NGramDrafter
 from eagle_fsd.model.engine import Engine
+from eagle_fsd.model.random_numbers import RandomNumbers
 from eagle_fsd.model.request import Answer, Decision, Request
 from eagle_fsd.model.step import decoding_step
+from eagle_fsd.model.tree import DraftTree
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +104,35 @@ def test_one_version_serves_all_lengths_thresholds_and_floors(
     for threshold, ratio in ((0.05, 0.1), (0.3, 0.05)):
         both(pair, prompt(20), threshold=threshold, min_ratio=ratio, max_new_tokens=6)
     assert len(graphs) == 4
+
+
+class _OwnState(LevelState):
+    """The state of a user's drafter."""
+
+    def draft(self, roots: Tensor, keys: Tensor | None, random: RandomNumbers) -> DraftTree:
+        return super().draft(roots, keys, random)
+
+
+def test_methods_that_call_the_base_class_are_compiled(
+    graphs: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = PAIRS["eagle"]()
+    own = partial(_OwnState, pair.drafter)
+    monkeypatch.setattr(pair.drafter, "start", own)
+    both(pair, prompt(9), max_new_tokens=6, **EAGER_VERIFICATION)
+    assert len(graphs) == 2  # drafting and target
+
+
+def test_no_tree_is_compiled_to_choose_one(
+    graphs: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    pair = EagleFSD(aligned_pair().model, aligned_pair().drafter)
+    pair.compile = True
+    fit_tree(pair)
+    assert not graphs
+    assert pair.compile
+    assert not pair.has_default_tree
 
 
 WHOLE_STEPS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [

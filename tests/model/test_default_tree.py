@@ -52,6 +52,10 @@ def test_tree_is_chosen_once_unless_one_is_given(
     tree = bundled.tree
     fit_tree(bundled)
     assert bundled.tree == tree
+    split = EagleFSD.from_pretrained(pair.model, pair.drafter)
+    vars(split.target)["group"] = object()  # processes, whose measurements could differ
+    fit_tree(split)
+    assert split.has_default_tree
     assert not file.exists()
     model = fitted()
     (stored,) = json.loads(file.read_text()).values()
