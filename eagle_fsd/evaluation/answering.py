@@ -10,6 +10,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Generic, Protocol, TypeVar
@@ -278,24 +279,25 @@ class PairAnswerer(Answerer[Method]):
         waiting, seconds = deque(answers), 0.0
         running: dict[Hashable, tuple[Conversation, Tensor, float]] = {}
         synchronize(self.model)
-        while True:
-            while waiting and batch.free:
-                answer = waiting.popleft()
-                prompt = self._next_prompt(answer)
-                if prompt is not None:
-                    room = self.model.target.context_length - len(prompt)
-                    limit = min(room, self.config.max_new_tokens)
-                    key = batch.add(prompt, limit, self.seed(answer))
-                    running[key] = answer, prompt, seconds
-            if not running:
-                return [answer.turns for answer in answers], seconds
-            begin = time.perf_counter()
-            replies = batch.step()
-            seconds += time.perf_counter() - begin
-            for key, reply in replies:
-                answer, prompt, joined = running.pop(key)
-                answer.answer(self._turn(prompt, reply, seconds - joined))
-                waiting.appendleft(answer)
+        with closing(batch):
+            while True:
+                while waiting and batch.free:
+                    answer = waiting.popleft()
+                    prompt = self._next_prompt(answer)
+                    if prompt is not None:
+                        room = self.model.target.context_length - len(prompt)
+                        limit = min(room, self.config.max_new_tokens)
+                        key = batch.add(prompt, limit, self.seed(answer))
+                        running[key] = answer, prompt, seconds
+                if not running:
+                    return [answer.turns for answer in answers], seconds
+                begin = time.perf_counter()
+                replies = batch.step()
+                seconds += time.perf_counter() - begin
+                for key, reply in replies:
+                    answer, prompt, joined = running.pop(key)
+                    answer.answer(self._turn(prompt, reply, seconds - joined))
+                    waiting.appendleft(answer)
 
     def _next_prompt(self, answer: Conversation) -> Tensor | None:
         """Return the prompt of the next turn, ``[S]``, skipping those that fill the context.

@@ -59,6 +59,10 @@ class MethodBatch(ABC):
     def step(self) -> list[tuple[Hashable, Reply]]:
         """Continue to decode, and return the replies that ended, with their keys."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Release what later batches of the pair can use."""
+
 
 @dataclass(eq=False)
 class TreeBatch(MethodBatch):
@@ -70,7 +74,7 @@ class TreeBatch(MethodBatch):
     def __post_init__(self) -> None:
         self._pair = self.method.pair_for(self.model)
         self._rule = self.method.rule_for(self.model)
-        self._batch = self._pair.batch(self.config.batch)
+        self._batch = self._pair.batch(self.config.batch, compiled_rows=self.config.batch)
 
     @property
     def free(self) -> int:
@@ -97,16 +101,19 @@ class TreeBatch(MethodBatch):
                 raise answer.error
             if chunk.finished:
                 (accepted,) = answer.stats.accepted
-                seconds = answer.stats.seconds
                 reply = Reply(
                     answer.tokens,
                     passes=len(accepted),
                     accepted=accepted,
                     origins=answer.origins,
-                    phases=seconds,
+                    phases=answer.stats.seconds,
                 )
                 replies.append((answer, reply))
         return replies
+
+    def close(self) -> None:
+        """Let later batches of the pair use the engines, with their CUDA graphs."""
+        self._batch.close()
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,8 +129,8 @@ class _Waiting:
 class PaddedBatch(MethodBatch):
     """Prompts that Hugging Face's ``generate`` decodes to their end.
 
-    Prompts with different limits on new tokens, which ``generate`` does not know, are decoded in
-    calls of their own. A call is sampled with the seed of its first prompt.
+    Prompts with different limits on new tokens are decoded in separate calls, because ``generate``
+    takes a single limit. A call is sampled with the seed of its first prompt.
     """
 
     def __post_init__(self) -> None:
@@ -143,6 +150,9 @@ class PaddedBatch(MethodBatch):
             calls.setdefault(item.max_new_tokens, []).append(item)
         self._waiting = []
         return [reply for items in calls.values() for reply in self._decode(items)]
+
+    def close(self) -> None:
+        """Do nothing: ``generate`` keeps nothing."""
 
     def _decode(self, items: Sequence[_Waiting]) -> list[tuple[Hashable, Reply]]:
         model, sampling = self.model, self.config.sampling(items[0].seed)

@@ -34,8 +34,11 @@ from eagle_fsd.evaluation.questions.formats import bundled_questions
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import QuestionSetError
 from eagle_fsd.evaluation.runner import PairEvaluation
+from eagle_fsd.evaluation.search.prediction import step_seconds
+from eagle_fsd.evaluation.search.workload import Workload
 from eagle_fsd.evaluation.tables import footnote, tree_text
 from eagle_fsd.model.acceptance import RULES
+from eagle_fsd.model.batch import Batch
 from eagle_fsd.model.config import Settings
 from eagle_fsd.model.verify import Origin
 from eagle_fsd.utils.chat_templates import ChatTemplate, encode_prompt, load_chat_template
@@ -417,6 +420,34 @@ def test_a_long_prompt_does_not_shorten_the_rest_of_its_batch(
         for index in (0, 2):
             (single,) = asked.answer([questions[index]], method)
             assert single["choices"][0]["turns"] == answers[index]["turns"]
+
+
+def test_batches_share_engines_and_are_compiled_for_their_size(
+    model: EagleFSD, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA, a timed batch would otherwise start an engine and capture its graphs again."""
+    made: list[int] = []
+    open_: list[Batch] = []
+    make, close = EagleFSD.batch, Batch.close
+
+    def make_batch(pair: EagleFSD, max_rows: int, *, compiled_rows: int = 1) -> Batch:
+        open_.append(make(pair, max_rows, compiled_rows=compiled_rows))
+        made.append(compiled_rows)
+        return open_[-1]
+
+    def close_batch(batch: Batch) -> None:
+        close(batch)
+        open_.remove(batch)
+
+    monkeypatch.setattr(EagleFSD, "batch", make_batch)
+    monkeypatch.setattr(Batch, "close", close_batch)
+    asked = answerer(model, tmp_path, max_new_tokens=4, batch=2)
+    for method in (EXACT, PLAIN):
+        asked.answer(bundled_questions(2), method)
+    assert (made, open_) == ([2, 2], [])
+    prompts = Workload.of(model, bundled_questions(2), EvaluationRequest(), asked.config)
+    step_seconds(prompts, PLAIN, 0)
+    assert made == [2, 2, 2]
 
 
 def test_a_stop_string_ends_decoding(model: EagleFSD, tmp_path: Path) -> None:
