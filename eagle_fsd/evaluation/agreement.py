@@ -142,7 +142,7 @@ def fuzzy_divergences(
 ) -> Divergences:
     """Decode greedy answers again to learn the divergence at each of their fuzzy tokens.
 
-    Answers that are not the same again, as with drafters that learn, are omitted.
+    Answers whose tokens or origins differ this time, as with drafters that learn, are omitted.
     """
     pair = method.pair_for(model)
     pair.drafter = model.drafter.fresh().attach(pair.target)
@@ -150,19 +150,22 @@ def fuzzy_divergences(
         record["question_id"]: [[] for _ in record["choices"][0]["token_ids"]] for record in records
     }
     turns = [
-        (record["question_id"], turn, record["choices"][0]["prompt_ids"][turn], tokens)
+        (record["question_id"], turn, record["choices"][0])
         for record in records
         for turn, tokens in enumerate(record["choices"][0]["token_ids"])
         if tokens
     ]
     for item in pair.generate_many(
-        [Prompt(prompt, max_new_tokens=len(tokens)) for *_, prompt, tokens in turns],
+        [
+            Prompt(choice["prompt_ids"][turn], max_new_tokens=len(choice["token_ids"][turn]))
+            for _, turn, choice in turns
+        ],
         max_batch=max_batch,
         rule=method.rule_for(pair),
         details=0,
     ):
-        key, turn, _, tokens = turns[item.index]
-        if item.tokens != tokens:
+        key, turn, choice = turns[item.index]
+        if (item.tokens, item.origins) != (choice["token_ids"][turn], choice["origins"][turn]):
             found.pop(key, None)
         elif key in found:
             fuzzy = (origin == Origin.FUZZY for origin in item.origins)
