@@ -35,6 +35,7 @@ from eagle_fsd.evaluation import engines
 from eagle_fsd.evaluation.certificate import (
     Verdict,
     certificate_of,
+    check_sampling,
     check_scores,
     conclude,
     count_unscored_as_wrong,
@@ -266,6 +267,7 @@ def prepare(
     settings: Settings | None,
 ) -> Task:
     """Load questions and pair, and check, before hours of decoding, that they can be calibrated."""
+    check_sampling(config)
     if request.assistant and config.answer_batch > 1:
         raise OptionsError(
             "--assistant requires --answer-batch 1: assisted generation has no batches"

@@ -16,7 +16,8 @@ from eagle_fsd.evaluation.statistics import (
     loss_bound,
 )
 from eagle_fsd.evaluation.tables import Row, points_text
-from eagle_fsd.model.config import Certificate
+from eagle_fsd.model.config import Certificate, SamplingConfig
+from eagle_fsd.utils.options import OptionsError
 
 #: Part of the questions on which settings are selected; the others certify them.
 SELECTION_SHARE = 0.2
@@ -109,7 +110,7 @@ def without_repeated(questions: Sequence[Question], used: Sequence[Question]) ->
 
 
 def count_unscored_as_wrong(question: Question) -> Question:
-    """Let answers that the user's grader gives no score count as wrong."""
+    """Count answers that the user's grader leaves without a score as wrong."""
     grade = question.grade
     if grade is None:
         return question
@@ -123,6 +124,16 @@ def check_scores(questions: Sequence[Question], execute_code: bool) -> None:
         raise ValueError(NO_SCORE)
     if "code" in kinds and not execute_code:
         raise ValueError("answers with code are scored by running them; use --execute-code")
+
+
+def check_sampling(config: SamplingConfig) -> None:
+    """Raise an OptionsError for sampling options that a certificate does not state."""
+    for name in ("top_p", "top_k", "min_p") if config.temperature else ():
+        if getattr(config, name) != SamplingConfig.model_fields[name].default:
+            raise OptionsError(
+                "a certificate states no sampling option except the temperature:"
+                f" --{name.replace('_', '-')} is not supported"
+            )
 
 
 def warn_of_few(bounds: LossBounds, fresh: Sequence[Question]) -> str | None:

@@ -18,6 +18,7 @@ from eagle_fsd.evaluation.batches import Reply
 from eagle_fsd.evaluation.certificate import (
     Verdict,
     certificate_of,
+    check_sampling,
     check_scores,
     count_unscored_as_wrong,
     warn_of_few,
@@ -226,6 +227,7 @@ def evaluate_servers(
         raise OptionsError(f"--server compares servers, which {min(given)} does not affect")
     questions = checked_questions(request, config, progress)
     if options.certify is not None:
+        check_sampling(config)
         read_settings(options.certify)  # before hours of requests
         questions = list(map(count_unscored_as_wrong, questions))
         check_scores(questions, request.execute_code)

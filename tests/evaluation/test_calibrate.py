@@ -297,6 +297,7 @@ def test_what_cannot_be_calibrated_is_rejected_early(run: Run) -> None:
         (("--drafter", "nowhere", "--install"), "--install requires a drafter in a local folder"),
         (("--thresholds", "0"), "threshold above 0"),
         (("--measure", "regret"), "--max-regret require each other"),
+        (("--temperature", "0.8", "--top-p", "0.9"), "--top-p is not supported"),
     ):
         status, _, errors = run("calibrate", *options)
         assert (status, words in errors, len(errors.splitlines())) == (2, True, 1)

@@ -141,6 +141,7 @@ def test_invalid_comparisons_are_rejected(run: Run, tmp_path: Path) -> None:
     url, other = f"a={server.url}", f"b={server.url}"
     settings = tmp_path / "fsd.json"
     settings.write_text("{}")
+    certified = ("--server", url, "--server", other, "--certify", settings)
     for options, message in (
         (("--server", url), "give at least two"),
         (("--server", url, "--server", url), "two servers have the name 'a'"),
@@ -149,6 +150,7 @@ def test_invalid_comparisons_are_rejected(run: Run, tmp_path: Path) -> None:
         (("--server", url, "--server", other, "--threshold", "0.1"), "where they start"),
         (("--server", url, "--server", other, "--target", "x"), "target does not affect"),
         (("--certify", settings), "--certify requires two servers"),
+        ((*certified, "--temperature", "1", "--min-p", "0.1"), "--min-p is not supported"),
         (("--max-drop", "2"), "--max-drop requires --server"),
         (("--judge-mode", "pair"), "--judge-mode pair requires --judge-base-url"),
         (("--server", url, "--server", other, "--server-model", "x"), "lists stub; got"),
