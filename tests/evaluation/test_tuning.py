@@ -322,7 +322,10 @@ class Simulated(Workload):
 def test_exact_decoding_has_the_tree_that_won_the_last_race(
     model: EagleFSD, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It did not win the first race, which was disturbed. A plan is resumed without decoding."""
+    """It did not win the first race, which was disturbed.
+
+    A plan is resumed without decoding, also after another one has been made in the same folder.
+    """
     decoded = Counter[TreeConfig | None]()
 
     def seconds(shape: TreeConfig | None) -> float:
@@ -338,12 +341,13 @@ def test_exact_decoding_has_the_tree_that_won_the_last_race(
     assert decoded[chain(4)] > 3
     assert set(plan.candidates) == {"exact", "T=0.1"}
     assert (plan.exact, plan.candidates["T=0.1"][0].tree) == (chain(4), chain(4))
-    total = sum(decoded.values())
-    assert plan_trees(prompts, methods, file, no_progress, last_race=True) == plan
-    assert sum(decoded.values()) == total
     other = plan_trees(prompts, [fsd_method(0.2)], file, no_progress, compiled=True)
     assert set(other.candidates) == {"exact", "T=0.2"}
     assert model.compile is True
+    total = sum(decoded.values())
+    assert plan_trees(prompts, methods, file, no_progress, last_race=True) == plan
+    assert sum(decoded.values()) == total
+    assert not list(tmp_path.glob("*.jsonl"))  # FastChat would read them as answers
 
 
 # -- the command -----------------------------------------------------------------------------------

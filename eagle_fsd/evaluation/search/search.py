@@ -324,17 +324,17 @@ def plan_trees(
     """Predict the trees of exact decoding and other methods, and race those of exact decoding.
 
     ``file`` keeps the plan, with which an interrupted run resumes: answers with other trees could
-    not be resumed. If ``compiled``, the steps of the best trees are timed again with compiled
-    passes, with which other trees are faster; the workload's pair stays compiled. The last race is
-    between the best trees of exact decoding, in turn with the fastest of the methods.
+    not be resumed. Plans for other options in the file are kept, too. If ``compiled``, the steps of
+    the best trees are timed again with compiled passes, with which other trees are faster; the
+    workload's pair stays compiled. The last race is between the best trees of exact decoding,
+    alternating with the fastest of the methods.
     """
-    lengths = file.with_name(f"{file.stem}.lengths.jsonl")
-    recorder = LengthRecorder(workload, [EXACT, *methods], lengths)
-    key = [recorder.digest, compiled]
-    if file.exists():
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if found["key"] == key:
-            return TreePlan.model_validate(found)
+    # Not .jsonl: FastChat reads every such file beside the answers as answers.
+    recorder = LengthRecorder(workload, [EXACT, *methods], file.with_name(f"{file.stem}.lengths"))
+    key = f"{recorder.digest}, compiled" if compiled else recorder.digest
+    plans = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if key in plans:
+        return TreePlan.model_validate(plans[key])
     exact = TreeRace(EXACT)
     search = TreeSearch(workload, recorder, progress, [exact])
     search.run()
@@ -351,5 +351,5 @@ def plan_trees(
         with progress("racing the best trees of exact") as advance:
             (winner, *_), _ = race_exact(workload, plan.exact_trees, ranked[:1], advance)
         plan.exact = winner.tree
-    atomic_write(file, json.dumps({"key": key, **plan.model_dump(mode="json")}) + "\n")
+    atomic_write(file, json.dumps({**plans, key: plan.model_dump(mode="json")}) + "\n")
     return plan
