@@ -218,9 +218,12 @@ def _is_complete(choice: Any) -> bool:
 
 @contextmanager
 def folder_lock(folder: str | Path) -> Iterator[None]:
-    """Lock a folder against other runs, or raise ValueError if another run holds the lock."""
+    """Lock a folder against other runs, or raise ValueError if another run holds the lock.
+
+    The run that holds the lock may lock the folder again.
+    """
     Path(folder).mkdir(parents=True, exist_ok=True)
-    lock = FileLock(Path(folder) / ".lock", timeout=0)
+    lock = FileLock(Path(folder) / ".lock", timeout=0, is_singleton=True)
     try:
         lock.acquire()
     except Timeout as error:

@@ -65,6 +65,7 @@ from eagle_fsd.evaluation.runner import (
     Loaded,
     Report,
     checked_questions,
+    exclusive,
     ignore,
     load_share,
     run_evaluation,
@@ -247,8 +248,10 @@ def calibrate(
         methods=methods,
         settings=settings,
     )
-    select(task)
-    found = certify(task)
+    with exclusive(task.folder):
+        on_first_process(lambda: check_folder(task))
+        select(task)
+        found = certify(task)
     if found is None:
         return None
     for file in files:
@@ -279,17 +282,6 @@ def prepare(
         if stage.measure == "accuracy":
             check_scores(part, request.execute_code)
     state, warnings = start_processes(), [warn_of_few(bounds, fresh)]
-    folder = request.output_folder("calibrate")
-    with state.main_process_first():
-        check_folder(
-            folder,
-            used,
-            fresh,
-            methods=methods,
-            compiled=bool(request.compile),
-            config=config,
-            selecting=selecting[1],
-        )
     model = load_share(request, settings)
     model.acceptance = given_acceptance(settings)
     if model.drafter.learns:
@@ -524,27 +516,20 @@ def selection_table(task: Task) -> Table:
     return headers, cells
 
 
-def check_folder(
-    folder: Path,
-    used: Sequence[Question],
-    fresh: Sequence[Question],
-    methods: Sequence[Method],
-    compiled: bool,
-    config: CalibrationConfig,
-    selecting: MeasureConfig,
-) -> None:
-    """Raise a ValueError if a folder holds another calibration; record what this one chooses from.
+def check_folder(task: Task) -> None:
+    """Raise ValueError if the folder holds another calibration; record what this one chooses from.
 
     A calibration cannot grow: with more questions, some that certified settings would select them,
     and with more settings, the tests that were fixed would not be those of the best ones. Other
     options of decoding would replace the trees, without which it cannot be resumed.
     """
+    folder, config, (_, selecting) = task.folder, task.config, task.selecting
     measure_names = set(MeasureConfig.model_fields)
     plan: dict[str, Any] = {
-        "selection": [question.question_id for question in used],
-        "certificate": [question.question_id for question in fresh],
-        "settings": [method.name for method in methods],
-        "compiled": compiled,
+        "selection": [question.question_id for question in task.used],
+        "certificate": [question.question_id for question in task.fresh],
+        "settings": [method.name for method in task.methods],
+        "compiled": bool(task.request.compile),
     }
     if decoding := config.model_dump(exclude=measure_names, exclude_defaults=True):
         plan["decoding"] = decoding

@@ -13,7 +13,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -484,7 +484,7 @@ def conduct(
     """Answer the questions, and write the report; None except on the first process."""
     state = start_processes()
     is_first = state.is_main_process
-    with folder_lock(evaluation.folder) if is_first else nullcontext():
+    with exclusive(evaluation.folder):
         with state.main_process_first():
             evaluation.open()
         if is_first:
@@ -509,6 +509,11 @@ def conduct(
         finally:
             hooks.on_finish(report)
     return report
+
+
+def exclusive(folder: Path) -> AbstractContextManager[None]:
+    """Lock a folder against other runs; the first process does so for all of this run."""
+    return folder_lock(folder) if start_processes().is_main_process else nullcontext()
 
 
 def checked_questions(

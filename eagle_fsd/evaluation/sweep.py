@@ -29,6 +29,7 @@ from eagle_fsd.evaluation.runner import (
     Loaded,
     Report,
     checked_questions,
+    exclusive,
     ignore,
     load_share,
     run_evaluation,
@@ -72,16 +73,16 @@ def sweep(
     fuzzy = [method for group in fsd_series(grid).values() for method in group]
     methods = [*fuzzy, *(rule_methods() if rules else ())]
     folder = request.output_folder("sweep")
-    folder.mkdir(parents=True, exist_ok=True)
     questions = checked_questions(request, config, progress)
     model = load_share(request, settings)
     stored, model.acceptance = model.acceptance, given_acceptance(settings)
     raced = balanced_subset(questions, RACE_GROUPS * config.batch)
     workload = Workload.of(model, raced, request, config)
     compiled, file = bool(request.compile), folder / TREES_FILE
-    plan = on_first_process(
-        lambda: plan_trees(workload, methods, file, progress, compiled=compiled, last_race=True)
-    )
+    with exclusive(folder):
+        plan = on_first_process(
+            lambda: plan_trees(workload, methods, file, progress, compiled=compiled, last_race=True)
+        )
     exact, *planned = plan.with_trees([EXACT, *methods])
     omitted = slow_methods(plan)
     kept = {method.name: method for method in planned if method.name not in omitted}

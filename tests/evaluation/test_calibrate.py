@@ -7,20 +7,24 @@ import logging
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from sample_report import make_report, make_row
 from stub_judge import StubJudge, pairwise_request, write_lines
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.evaluation import calibration, engines, methods
+from eagle_fsd.evaluation import sweep as sweep_module
 from eagle_fsd.evaluation.calibration import (
     SPEED_FIELDS,
     Calibration,
+    Task,
     calibrate,
     check_folder,
     read_tests,
@@ -66,6 +70,7 @@ from eagle_fsd.evaluation.statistics import confidence_per_test, is_loss_below, 
 from eagle_fsd.evaluation.tables import points_text
 from eagle_fsd.model.config import Settings, read_settings
 from eagle_fsd.utils.files import read_jsonl
+from eagle_fsd.utils.progress import no_progress
 
 Run = Callable[..., tuple[int, str, str]]
 Row = dict[str, Any]
@@ -335,23 +340,47 @@ def test_a_folder_holds_one_calibration(tmp_path: Path) -> None:
     """More questions would move some from one stage to the other, and other bounds test others."""
     asked, folder = questions(40), tmp_path / "out"
     names = [Method("T=0.1"), Method("acc 0.5")]
-    check_folder(folder, *split_questions(asked[:8]), names, False, CONFIG, CONFIG)
-    # Nothing is measured so far.
-    check_folder(folder, *split_questions(asked[:20]), names, False, CONFIG, CONFIG)
+
+    def check(
+        count: int,
+        chosen: Sequence[Method] = names,
+        config: CalibrationConfig = CONFIG,
+        selecting: CalibrationConfig | None = None,
+        compiled: bool = False,
+    ) -> None:
+        request = EvaluationRequest(out=folder, compile=compiled)
+        used, fresh = split_questions(asked[:count])
+        model: Any = None
+        check_folder(
+            Task(
+                request=request,
+                config=config,
+                selecting=(request, selecting or config),
+                bounds=BOUNDS,
+                engine=None,
+                progress=no_progress,
+                methods=chosen,
+                model=model,
+                used=used,
+                fresh=fresh,
+            )
+        )
+
+    check(8)
+    check(20)  # nothing is measured so far
     (folder / "trees.json").touch()
-    check_folder(folder, *split_questions(asked[:20]), names, False, CONFIG, CONFIG)
+    check(20)
     words = r"another --count.* output folder, and with --skip or --seed other questions"
     for count, chosen, compiled in ((40, names, False), (20, names[:1], False), (20, names, True)):
         with pytest.raises(ValueError, match=words):
-            check_folder(folder, *split_questions(asked[:count]), chosen, compiled, CONFIG, CONFIG)
+            check(count, chosen, compiled=compiled)
     agreement = CONFIG.updated(measure="agreement")
-    for measures in ((agreement, agreement), (CONFIG, agreement)):
+    for config in (agreement, CONFIG):
         with pytest.raises(ValueError, match="another --compile, --measure or --select-regret"):
-            check_folder(folder, *split_questions(asked[:20]), names, False, *measures)
+            check(20, config=config, selecting=agreement)
     for changes in ({"batch": 4}, {"temperature": 1.0}, {"answer_batch": 32}):
-        config = CONFIG.updated(**changes)
         with pytest.raises(ValueError, match="other options of decoding"):
-            check_folder(folder, *split_questions(asked[:20]), names, False, config, config)
+            check(20, config=CONFIG.updated(**changes))
     assert not read_tests(folder, BOUNDS)
     fixed = {"bounds": BOUNDS.model_dump(), "exact": TREE.model_dump(), "tests": ["b", "a"]}
     (folder / "tests.json").write_text(json.dumps(fixed))
@@ -576,6 +605,25 @@ def test_questions_without_references_certify_agreement_and_regret(
     write_lines(file, [{"task_id": "f", "prompt": "def f():", "entry_point": "f", "test": "t"}])
     with pytest.raises(ValueError, match="use --execute-code"):
         calibrated(request, 50.0, selection=selection)
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_a_run_has_the_folder_for_itself_while_trees_are_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two calibrations could each fix tests of their own on the same fresh questions."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("trees are searched")
+
+    for module in (calibration, sweep_module):
+        monkeypatch.setattr(module, "plan_trees", fail)
+    request = EvaluationRequest(count=8, out=tmp_path)
+    with FileLock(tmp_path / ".lock"):
+        for run in (sweep_module.sweep, partial(calibrate, bounds=LossBounds(max_drop=50.0))):
+            with pytest.raises(ValueError, match="another run is writing"):
+                run(request)
+    assert [file.name for file in tmp_path.iterdir()] == [".lock"]
 
 
 @pytest.mark.slow
