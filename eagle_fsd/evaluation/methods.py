@@ -213,9 +213,10 @@ def rule_methods() -> list[Method]:
     return [*map(rule_method, RULES), BEFORE_RESULT, *PRICED]
 
 
-def rule_method(name: str) -> Method:
-    """Return a method for one of :data:`RULES`, under the same name."""
-    return Method(name, {**EAGLE_ACCEPTANCE, "rule": name})
+def rule_method(name: str, shared: AcceptanceConfig | None = None) -> Method:
+    """Return a method for one of :data:`RULES`, with the budget and exact tokens of ``shared``."""
+    kept = shared.model_dump(include={"max_fuzzy_nats", "exact_first"}) if shared else {}
+    return Method(name, {**EAGLE_ACCEPTANCE, **kept, "rule": name})
 
 
 def synchronize(model: EagleFSD) -> None:

@@ -66,18 +66,22 @@ def candidate_methods(
     """Return the acceptance settings to choose from, without trees, as far as an engine has them.
 
     To the grid, priced paths without a gate and :data:`CALIBRATED_RULES` are added. All share the
-    options in ``settings``. An OptionsError is raised if the engine does not apply its rule at this
-    temperature, or has none of the shared options.
+    options in ``settings``. Raises OptionsError if the engine does not apply its rule at this
+    temperature, or does not support one of the shared options.
     """
     # The highest floor first, see :func:`plan_settings`.
     methods = [method for group in reversed(fsd_series(grid).values()) for method in group]
-    methods += [*PRICED, *(map(rule_method, CALIBRATED_RULES) if rules else ())]
+    shared = given_acceptance(settings)
+    methods += PRICED
+    for name in CALIBRATED_RULES if rules else ():
+        if name != "mixture" or shared.max_fuzzy_nats is None:  # it has no fuzzy tokens to limit
+            methods.append(rule_method(name, shared))
     if engine is None:
         return methods
     found = ENGINES[engine]
     if found.sampled not in (None, temperature > 0.0):
         raise OptionsError(f"{found.requirement}; got {temperature:g}")
-    return list(found.methods(methods, given_acceptance(settings), drafter))
+    return list(found.methods(methods, shared, drafter))
 
 
 def engine_plan(plan: TreePlan, engine: EngineName | None) -> TreePlan:

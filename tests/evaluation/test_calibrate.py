@@ -47,7 +47,7 @@ from eagle_fsd.evaluation.config import (
     SelectionConfig,
 )
 from eagle_fsd.evaluation.markdown_report import report_text
-from eagle_fsd.evaluation.methods import Method
+from eagle_fsd.evaluation.methods import Method, given_acceptance
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import requested_questions
 from eagle_fsd.evaluation.runner import Hooks
@@ -204,6 +204,12 @@ def test_each_method_is_combined_with_a_chain_and_a_bushy_tree() -> None:
     for rules in (False, True):
         names = [method.name for method in candidate_methods(grid, None, 0.0, rules)]
         assert names == [*fsd, "price 1.5", "price 0.75", *(CALIBRATED_RULES if rules else ())]
+    settings = Settings(exact_first=8, max_fuzzy_nats=2.0)
+    shared, found = given_acceptance(settings), candidate_methods(grid, None, 0.0, True, settings)
+    assert [item.name for item in found] == names[:-1]  # a mixture has no fuzzy tokens
+    for method in found:
+        acceptance = shared.overridden(method.acceptance)
+        assert (acceptance.exact_first, acceptance.max_fuzzy_nats) == (8, 2.0)
 
 
 # -- the certificate -------------------------------------------------------------------------------
