@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,18 +27,16 @@ def main_row(report: dict[str, Any]) -> Row | None:
 
     This is FSD with the settings of the command line or of ``fsd.json``; where these were not
     measured, the method that the first of the :func:`conclusions` names; where they name none, the
-    fastest method that is estimated to lose at most one point of accuracy. Without references or a
-    judge, it is the one that changes the fewest answers among those that are faster.
+    fastest method that is estimated to lose at most one point of accuracy. Without references, it
+    is the one that changes the fewest answers among those that are faster.
     """
     rows = [
-        row
-        for row in report["rows"]
-        if "against_exact" in row and row["speed_over_exact"] and row["method"] not in BASELINES
+        row for row in report["rows"] if "against_exact" in row and row["method"] not in BASELINES
     ]
     for row in rows:
         if row["method"] == FSD.name:
             return row
-    if not any("accuracy_change" in row["against_exact"] or row.get("judge") for row in rows):
+    if not any("accuracy_change" in row["against_exact"] for row in rows):
         faster = list(filter(is_faster, rows)) or rows
         return max(faster, key=_fidelity, default=None)
     groups = [
@@ -46,13 +45,18 @@ def main_row(report: dict[str, Any]) -> Row | None:
     ]
     likely = [row for row in rows if _compared(row, "accuracy_change", 0.0) >= -MAX_SHOWN_LOSS]
     found = next((group for group in [*groups, likely] if group), rows)
-    return max(found, key=lambda row: row["speed_over_exact"], default=None)
+    return max(found, key=_speed_over_exact, default=None)
+
+
+def _speed_over_exact(row: Row) -> float:
+    """Return the speed relative to exact decoding; 0 if they were not timed in one session."""
+    return row["speed_over_exact"] or 0.0
 
 
 def _fidelity(row: Row) -> tuple[float, float]:
     """Return the share of answers that are exact decoding's, then the speed."""
     found = row["against_exact"]["agreement"]
-    return found["identical"] / max(1, found["answers"]), row["speed_over_exact"]
+    return found["identical"] / max(1, found["answers"]), _speed_over_exact(row)
 
 
 def _compared(row: Row, name: str, default: float) -> float:
@@ -174,7 +178,8 @@ def _quality(report: dict[str, Any], row: Row, reference: str) -> str:
     if pairs:
         unclear = ""
         if count := pairs["unclear"]:
-            unclear = f", and is unclear about {count}, which count{'s' * (count == 1)} as worse"
+            counts = "counts" if count == 1 else "count"
+            unclear = f", and is unclear about {count}, which {counts} as worse"
         return (
             f"the judge finds {pairs['lost']} of {pairs['questions']} answers worse and"
             f" {pairs['won']} better{unclear}, so {sure} the share of worse"
@@ -196,9 +201,9 @@ def _quality(report: dict[str, Any], row: Row, reference: str) -> str:
         )
         if interval := against["log_likelihood_change_interval"]:
             likelihood += f" (95% interval {interval[0]:+.3f} to {interval[1]:+.3f})"
-    limit = f"{100 * found['changed_limit']:.0f}"
+    limit = math.ceil(100 * found["changed_limit"])
     bound = ""
-    if limit != "100":
+    if limit < 100:
         bound = f", so {sure} at most {limit}% of the answers to such prompts change"
     return (
         f"{found['identical']} of {found['answers']} answers are {reference}'s{price}"

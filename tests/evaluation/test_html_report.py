@@ -174,6 +174,14 @@ def test_verdict_states_speed_and_bound() -> None:
     )
 
 
+def test_verdict_of_methods_that_were_not_timed_together() -> None:
+    late = {"speed_over_exact": None, "speed_over_exact_interval": None, "speedup": None}
+    for name in ("fsd", "other"):
+        sentence = str(verdict(report_of(make_row(name, 1.5, lost=1) | late)))
+        assert "and exact decoding were not timed in the same session; of 100" in sentence
+        assert "loss of accuracy is at most 3.10 points." in sentence
+
+
 def test_verdict_of_slow_methods() -> None:
     exact = make_row("exact", 1.0) | {"speedup": 0.85, "speedup_interval": [0.8, 0.9]}
     slow = str(verdict(report_of(make_row("fsd", 1.005))))
@@ -196,6 +204,8 @@ def test_verdict_without_references() -> None:
         " changes by -0.100 nats per token (95% interval -0.150 to -0.050)."
     )
     found = rows[1]["against_exact"]["agreement"]
+    found["changed_limit"] = 0.481  # limits are rounded up
+    assert "at most 49% of the answers" in str(verdict(make_report(rows)))
     rows[1]["against_exact"]["agreement"] = {**found, "identical": 1, "changed_limit": 0.9995}
     sentence = str(verdict(make_report(rows)))  # a limit that says nothing is left out
     assert "; 1 of 100 answers are exact decoding's (its fuzzy tokens give up 0.25 nats" in sentence
@@ -223,3 +233,13 @@ def test_main_row_prefers_fsd_then_a_bound() -> None:
     assert main_row(report_of(lossy, fast)) == fast
     assert main_row(report_of(lossy)) == lossy
     assert main_row(report_of()) is None
+    # It does not depend on a judge, which has not answered when the changed answers are chosen.
+    faithful, other = (
+        make_row(name, speed, scored=False) for name, speed in (("a", 1.5), ("b", 2.5))
+    )
+    faithful["against_exact"]["agreement"]["identical"] = 90
+    report = report_of(faithful, other)
+    assert main_row(report) == faithful
+    for row in (faithful, other):
+        row["judge"] = {"pairs": {"loss_limit": 0.1}}
+    assert main_row(report) == faithful
