@@ -16,7 +16,7 @@ Row = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
 
 #: Phases of decoding shown in tables, apart from the prefill.
-PHASE_COLUMNS = ("target", "draft", "verify", "cache", "host")
+PHASE_COLUMNS = ("graph", "target", "draft", "verify", "cache", "host")
 #: Maximum number of categories in a table.
 MAX_CATEGORIES = 6
 
@@ -142,7 +142,7 @@ def _judge(row: Row) -> dict[str, str]:
     return {
         "better/equal/worse": "{won}/{tied}/{lost}".format(**pairs) if pairs else "",
         "unclear": str(pairs.get("unclear") or ""),
-        "net loss <=": number_text(pairs.get("loss_limit"), ".1%"),
+        "net loss <=": f"{points_text(pairs['loss_limit'])} points" if pairs else "",
     }
 
 
@@ -160,7 +160,7 @@ def _phases(row: Row) -> dict[str, str]:
     return {
         "ms/pass": f"{1000 * seconds:.2f}",
         "x exact": number_text(row["step_over_exact"], ".2f"),
-        **{name: f"{shares.get(name, 0.0):.1%}" for name in PHASE_COLUMNS},
+        **{name: f"{shares[name]:.1%}" if shares.get(name) else "" for name in PHASE_COLUMNS},
     }
 
 
@@ -358,7 +358,9 @@ def footnote(report: dict[str, Any]) -> str:
             " session, tokens/s is over all of them."
         )
     if any(row["memory"] for row in report["rows"]):
-        sentences.append("MiB is the process's peak memory.")
+        on_gpu = report["device"].startswith("cuda")
+        memory = "GPU memory allocated, with that kept for other methods" if on_gpu else "memory"
+        sentences.append(f"MiB is the process's peak {memory}.")
     sentences.append("Seconds (s) are per answer.")
     if any("loss_limit" in row.get("against_exact", {}) for row in report["rows"]):
         both, each = (100 * report[name] for name in ("confidence", "limit_confidence"))

@@ -144,6 +144,10 @@ def test_phases_are_shares_of_the_decoding_time() -> None:
         ["exact", "2000.00", "1.00", "75.0%"],
         ["fsd", "1000.00", "0.50", "100.0%"],
     ]
+    fuzzy["phase_shares"] = {"graph": 0.85, "target": 0.15}  # steps that were captured on CUDA
+    headers, cells = tables_of(rows)["phases"]
+    assert headers[2:] == ["graph", "target", "draft"]
+    assert cells[1][3:] == ["85.0%", "15.0%", ""]
 
 
 def test_speeds_compare_within_a_session() -> None:
@@ -243,7 +247,7 @@ def test_unclear_replies_of_a_judge_are_reported() -> None:
     row["judge"] = {"pairs": pairs}
     assert tables_of([row])["judge"] == (
         ["better/equal/worse", "unclear", "net loss <="],
-        [["fsd", "2/3/1", "3", "50.0%"]],
+        [["fsd", "2/3/1", "3", "50.00 points"]],
     )
     (line,) = csv_lines(make_report([row]))
     assert (line["judge_unclear"], line["judge_loss_limit"]) == ("3", "0.5")
