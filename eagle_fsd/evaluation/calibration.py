@@ -58,6 +58,7 @@ from eagle_fsd.evaluation.methods import EXACT, Method, given_acceptance
 from eagle_fsd.evaluation.plots import draw_figures
 from eagle_fsd.evaluation.processes import on_first_process, start_processes
 from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.evaluation.questions.sets import interleaved
 from eagle_fsd.evaluation.report import limit_losses
 from eagle_fsd.evaluation.runner import (
     Evaluation,
@@ -317,7 +318,8 @@ def read_stages(
     at_once = config.updated(batch=config.answer_batch)
     questions = list(map(count_unscored_as_wrong, checked_questions(request, at_once, progress)))
     if selection.select_on is None:
-        return (request, config), *split_questions(questions)
+        used, fresh = split_questions(questions)
+        return (request, config), interleaved(used), fresh
     own = {"questions": selection.select_on, "count": None, "skip": 0, "grader": None}
     request = request.model_copy(update=own)
     used = checked_questions(request, at_once, progress)
@@ -328,7 +330,7 @@ def read_stages(
         regret = selection.select_regret
         measure = "agreement" if regret is None else "regret"
         config = config.updated(measure=measure, max_regret=regret)
-    return (request, config), used, fresh
+    return (request, config), interleaved(used), fresh
 
 
 def select(task: Task) -> None:

@@ -27,6 +27,7 @@ from eagle_fsd.evaluation.calibration import (
     Task,
     calibrate,
     check_folder,
+    read_stages,
     read_tests,
 )
 from eagle_fsd.evaluation.certificate import (
@@ -611,6 +612,22 @@ def test_questions_without_references_certify_agreement_and_regret(
     write_lines(file, [{"task_id": "f", "prompt": "def f():", "entry_point": "f", "test": "t"}])
     with pytest.raises(ValueError, match="use --execute-code"):
         calibrated(request, 50.0, selection=selection)
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_the_first_questions_and_prompts_are_of_all_categories(
+    model: EagleFSD, tmp_path: Path
+) -> None:
+    """On the first questions of a sorted set, settings are dropped and trees chosen."""
+    file = tmp_path / "questions.jsonl"
+    write_lines(file, [{"prompt": f"{at}?", "category": f"{at // 20}"} for at in range(160)])
+    request, config = EvaluationRequest(questions=str(file)), CONFIG.updated(measure="agreement")
+    _, used, _ = read_stages(request, config, SelectionConfig(), no_progress)
+    assert len({item.category for item in used[:8]}) == 8
+    in_order = sorted(used, key=lambda item: item.category)
+    prompts = Workload.of(model, in_order, request, config).prompts
+    first = Workload.of(model, used[:8], request, config).prompts
+    assert {tuple(ids.tolist()) for ids in prompts[:8]} == {tuple(ids.tolist()) for ids in first}
 
 
 @pytest.mark.usefixtures("fresh_accelerator")

@@ -201,15 +201,12 @@ def _with_context(
     return replace(question, context=(*system, *examples, *own))
 
 
-def balanced_subset(questions: Sequence[Question], count: int | None) -> list[Question]:
-    """Select questions evenly across categories, without randomness.
+def interleaved(questions: Sequence[Question]) -> list[Question]:
+    """Order questions so that the first ones of any number are spread over the categories.
 
     The categories are taken in turns, each with its next question, in a fixed order that spaces
-    them out: a larger ``count`` selects the same questions and more, and a small one not only the
-    first categories.
+    them out.
     """
-    if count is None or count >= len(questions):
-        return list(questions)
     categories = dict.fromkeys(question.category for question in questions)
     bits = len(categories).bit_length()
     # The van der Corput sequence: the binary digits of a category's index in reverse.
@@ -219,8 +216,17 @@ def balanced_subset(questions: Sequence[Question], count: int | None) -> list[Qu
     for question in questions:
         keys.append((turns[question.category], order[question.category]))
         turns[question.category] += 1
-    selected = sorted(range(len(questions)), key=keys.__getitem__)[:count]
-    return [questions[index] for index in sorted(selected)]
+    return [questions[at] for at in sorted(range(len(questions)), key=keys.__getitem__)]
+
+
+def balanced_subset(questions: Sequence[Question], count: int | None) -> list[Question]:
+    """Select questions evenly across categories, without randomness, and keep their order.
+
+    They are the first ones when :func:`interleaved`, so a larger ``count`` selects the same
+    questions and more.
+    """
+    selected = {question.question_id for question in interleaved(questions)[:count]}
+    return [question for question in questions if question.question_id in selected]
 
 
 def fetch(source: PublishedFile, progress: DownloadProgress | None = None) -> Path:

@@ -17,6 +17,7 @@ from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
 from eagle_fsd.evaluation.methods import Method, synchronize
 from eagle_fsd.evaluation.processes import from_first
 from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.evaluation.questions.sets import interleaved
 from eagle_fsd.model.pipeline import Completion, EagleFSD
 from eagle_fsd.utils.chat_templates import encode_prompt
 
@@ -41,11 +42,14 @@ class Workload:
         request: EvaluationRequest,
         config: EvaluationConfig,
     ) -> Workload:
-        """Encode the first turns of questions as an evaluation does, without too long ones."""
+        """Encode the first turns of questions as an evaluation does, without too long ones.
+
+        Any number of the first prompts is spread over the categories.
+        """
         template = evaluation_template(model.tokenizer, request.chat_template, request.few_shot)
         encoded = [
             encode_prompt(question.first_chat(), model.tokenizer, template)[0]
-            for question in questions
+            for question in interleaved(questions)
         ]
         room, stop = model.target.context_length, list(template.stop)
         prompts = [prompt for prompt in encoded if len(prompt) < room]
