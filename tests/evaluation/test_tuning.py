@@ -50,12 +50,14 @@ from eagle_fsd.evaluation.search.search import (
     TreePlan,
     TreeRace,
     TreeSearch,
+    measure_speeds,
     plan_rounds,
     plan_trees,
     race,
 )
 from eagle_fsd.evaluation.search.workload import Workload
 from eagle_fsd.evaluation.settings_file import settings_values
+from eagle_fsd.evaluation.sweep import slow_methods
 from eagle_fsd.evaluation.tune import race_sentence, race_values, tune
 from eagle_fsd.model.config import Settings, read_settings
 from eagle_fsd.utils.files import read_jsonl
@@ -348,6 +350,30 @@ def test_exact_decoding_has_the_tree_that_won_the_last_race(
     assert plan_trees(prompts, methods, file, no_progress, last_race=True) == plan
     assert sum(decoded.values()) == total
     assert not list(tmp_path.glob("*.jsonl"))  # FastChat would read them as answers
+
+
+@pytest.mark.usefixtures("quick")
+def test_plain_decoding_may_be_the_fastest_exact_decoding(
+    model: EagleFSD, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other methods are compared with it. Speeds, also predicted ones, are of both prompts."""
+
+    def seconds(shape: TreeConfig | None) -> float:
+        return 0.0001 if shape in (None, PLAIN_TREE) else linear_seconds(shape)
+
+    monkeypatch.setattr(search, "step_seconds", lambda _, method, __: seconds(method.tree))
+    prompts = Simulated(**vars(workload(model, 4, batch=2)), seconds=seconds)
+    plan = plan_trees(prompts, [fsd_method(0.1)], tmp_path / "trees.json", no_progress)
+    assert plan.exact == PLAIN_TREE
+    assert plan.speed("exact") == pytest.approx(2 / 0.0001)
+    best, *_, last = plan.candidates["T=0.1"]
+    for item in (best, last):  # timed, and predicted only
+        expected = 2 * item.tau / linear_seconds(item.tree)
+        assert item.tokens_per_second == pytest.approx(expected)
+    assert set(slow_methods(plan)) == {"T=0.1"}
+    exact, measured = measure_speeds(prompts, [chain(4)], [], no_progress)
+    assert exact.tree == chain(4)
+    assert measured["exact"]["latency"] is None  # answers were timed together
 
 
 # -- the command -----------------------------------------------------------------------------------

@@ -286,7 +286,7 @@ def measure_costs(workload: Workload, progress: Progress, rounds: int | None = N
     """
     rounds, begin = rounds or ROUNDS, time.perf_counter()
     target, trees = workload.model.target, measured_trees()
-    methods = [PLAIN, *(Method("exact", EXACT.acceptance, tree=tree) for tree in trees)]
+    methods = [PLAIN, *(replace(EXACT, tree=tree) for tree in trees)]
     seconds: list[list[float]] = [[] for _ in methods]
     for round_ in range(rounds):
         for at, method in enumerate(methods):
@@ -354,7 +354,10 @@ PLAIN_TREE = TreeConfig(total_tokens=1, depth=1, top_k=1)
 
 
 class Candidate(NamedTuple):
-    """A tree with its predicted tokens per target pass, and per second without the prefill."""
+    """A tree with its predicted tokens per target pass of a prompt, and per second of all prompts.
+
+    The seconds are those without the prefill.
+    """
 
     tree: TreeConfig
     tau: float
@@ -401,12 +404,15 @@ def shortlist(candidates: Sequence[Candidate], current: TreeConfig) -> list[Tree
     return list(dict.fromkeys([*trees, *widest.values(), current]))
 
 
-def rank(costs: StepCosts, lengths: Lengths) -> list[Candidate]:
-    """Sort the candidates that the recordings cover, and the recorded trees, by predicted speed."""
+def rank(costs: StepCosts, lengths: Lengths, rows: int = 1) -> list[Candidate]:
+    """Sort the candidates that the recordings cover, and the recorded trees, by predicted speed.
+
+    ``rows`` prompts are decoded at once.
+    """
     found = []
     recorded = [tree for tree in lengths.recorded if tree.total_tokens > 1]
     for tree in dict.fromkeys([*candidate_trees(), *recorded]):
         tau = lengths.tau(tree)
         if tau is not None:
-            found.append(Candidate(tree, tau, tau / costs.seconds(tree)))
+            found.append(Candidate(tree, tau, rows * tau / costs.seconds(tree)))
     return sorted(found, key=lambda item: -item.tokens_per_second)

@@ -166,7 +166,7 @@ def measure_speeds(
         over_exact, over_plain = runner.over(exact), runner.over(others[-1])
         found[runner.method.name] = {
             "tokens_per_second": runner.tokens_per_second,
-            "latency": runner.latencies,
+            "latency": runner.latencies if workload.config.batch == 1 else None,
             "speedup": over_plain.value,
             "speedup_interval": over_plain.interval,
             "speed_over_exact": over_exact.value,
@@ -259,7 +259,8 @@ class TreeSearch:
                     if all(is_past_best(self.costs, item, tree) for item in found.values()):
                         finished.add(tree.top_k)
                 advance(at, len(trees))
-        return {name: rank(self.costs, lengths) for name, lengths in found.items()}
+        rows = self.workload.config.batch
+        return {name: rank(self.costs, lengths, rows) for name, lengths in found.items()}
 
 
 class TreePlan(BaseModel):
@@ -285,10 +286,10 @@ class TreePlan(BaseModel):
                     spent = step_seconds(workload, replace(EXACT, tree=tree), round_)
                     seconds[tree] = min(spent, seconds.get(tree, spent))
                     advance(round_ * len(trees) + at + 1, TIMED_ROUNDS * len(trees))
-        candidates = {}
+        candidates, rows = {}, workload.config.batch
         for name, found in self.candidates.items():
             known = [
-                Candidate(item.tree, item.tau, item.tau / seconds[item.tree])
+                Candidate(item.tree, item.tau, rows * item.tau / seconds[item.tree])
                 for item in found
                 if item.tree in seconds
             ]
@@ -340,8 +341,10 @@ def plan_trees(
     search.run()
     # Every method may take the tree of exact decoding, which may be none of the candidates.
     own = [exact.tree] if exact.tree != PLAIN_TREE else []
-    plan = TreePlan(exact=exact.tree, candidates=search.predict(*own))
-    plan = plan.timed(workload, progress)
+    candidates = search.predict(*own)
+    if not own:
+        candidates[EXACT.name].insert(0, Candidate(PLAIN_TREE, 1.0, 0.0))  # which is timed next
+    plan = TreePlan(exact=exact.tree, candidates=candidates).timed(workload, progress)
     if compiled:
         workload.model.compile = True
         plan = plan.timed(workload, progress)
