@@ -27,17 +27,19 @@ class Counter:
         self._counts: Tensor | None = None
         self._reported = time.monotonic()
 
-    def add(self, fuzzy: Tensor, tokens: Tensor) -> None:
-        """Add the numbers of fuzzy and of all tokens, as scalar tensors."""
-        counts = torch.stack([fuzzy, tokens])
-        self._counts = counts if self._counts is None else self._counts.add_(counts)
+    def add(self, origins: Tensor) -> None:
+        """Add tokens, given their :class:`Origin` as int64 of any shape."""
+        if self._counts is None:
+            self._counts = origins.new_zeros(len(Origin))
+        self._counts.scatter_add_(0, origins.flatten(), torch.ones_like(origins).flatten())
         if time.monotonic() - self._reported >= REPORT_INTERVAL:
             self.report()
 
     def report(self) -> None:
         """Log the counts since the last report; this waits for the device."""
         if self._counts is not None:
-            found, total = self._counts.tolist()
+            counts = self._counts.tolist()
+            found, total = counts[Origin.FUZZY], sum(counts) - counts[Origin.PADDING]
             self._log.info("eagle_fsd: the rule accepted %d of %d tokens", found, total)
         self._counts, self._reported = None, time.monotonic()
 
@@ -54,7 +56,13 @@ class RuleStates:
         self._delayed = [isinstance(wrapper, DelayedRule) for wrapper in reversed(wrappers)]
         self._slots: dict[str, int] = {}
         self._values = torch.zeros(0, len(wrappers))
+        self._names: tuple[str, ...] = ()
         self._now: Tensor | None = None
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a state depends on the length of the answer."""
+        return any(self._delayed)
 
     def keep_only(self, requests: Iterable[str]) -> None:
         """Forget all requests but these."""
@@ -65,12 +73,15 @@ class RuleStates:
         for name in requests:
             self._slots.pop(name, None)
 
-    def of(self, requests: Sequence[str], emitted: Tensor) -> Tensor:
+    def of(
+        self, requests: Sequence[str], emitted: Tensor | None, device: torch.device | None = None
+    ) -> Tensor:
         """Return the states ``[B, W]`` of a batch's requests; those of new requests are zero.
 
-        ``emitted`` ``[B]`` are the numbers of tokens that their answers have.
+        ``emitted`` ``[B]`` are the numbers of tokens that their answers have; None, with a device,
+        is allowed unless :attr:`counts_tokens`.
         """
-        device = emitted.device
+        device = device if emitted is None else emitted.device
         taken = set(self._slots.values())
         free = [slot for slot in range(len(taken) + len(requests)) if slot not in taken]
         new = [name for name in requests if name not in self._slots]
@@ -81,11 +92,14 @@ class RuleStates:
         if new:  # in a slot of an earlier request
             slots = torch.tensor([self._slots[name] for name in new])
             self._values.index_fill_(0, slots.to(device, non_blocking=True), 0.0)
-        slots = torch.tensor([self._slots[name] for name in requests])
-        self._now = slots.to(device, non_blocking=True)
+        if new or tuple(requests) != self._names:  # otherwise the slots of the last step
+            self._names = tuple(requests)
+            slots = torch.tensor([self._slots[name] for name in requests])
+            self._now = slots.to(device, non_blocking=True)
         state = self._values[self._now]
         for column, delayed in enumerate(self._delayed):
             if delayed:  # the engine also emits tokens without the rule
+                assert emitted is not None
                 state[:, column] = emitted
         return state
 
@@ -105,6 +119,6 @@ class EngineRule:
 
     def record(self, inputs: VerificationInputs, found: Verification, kept: bool) -> None:
         """Count the tokens of a step and, if they are ``kept``, advance the rule's states."""
-        self.counter.add((found.origins == int(Origin.FUZZY)).sum(), found.count.sum())
+        self.counter.add(found.origins)
         if kept:
             self.states.store(self.rule.advance(inputs, found))

@@ -38,17 +38,21 @@ class Layout:
     """The positions of the drafted tokens of ragged chains, flattened and as trees.
 
     Attributes:
-        counts: ``[B]`` number of drafted tokens of each request.
         rows: ``[T]`` the request of each drafted token.
         places: ``[T]`` its node in the request's tree, from 1.
         index: ``[B, N]`` the flattened token that is verified at each node; at a leaf, and at
             padding, another one of the batch.
+        parents: ``[B, N]``, as ``depths``, ``ancestors`` and ``draft_rows`` those of the trees, see
+            :class:`DraftTree`.
     """
 
-    counts: Tensor
     rows: Tensor
     places: Tensor
     index: Tensor
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+    draft_rows: Tensor
 
     @classmethod
     def of(cls, ends: Tensor, total: int, longest: int) -> Layout:
@@ -61,36 +65,39 @@ class Layout:
         flat = torch.arange(total, device=ends.device)
         steps = torch.arange(longest + 1, device=ends.device)
         index = torch.minimum(starts[:, None] + steps, ends[:, None] - 1).clamp(0, total - 1)
-        return cls(counts, rows, flat - starts[rows] + 1, index)
+        real = steps <= counts[:, None]
+        chain = steps[:, None] >= steps
+        return cls(
+            rows,
+            flat - starts[rows] + 1,
+            index,
+            parents=torch.where(real, (steps - 1).clamp_min(0), steps),
+            depths=torch.where(real, steps, 0),
+            ancestors=torch.where(real[:, :, None], chain, steps[:, None] == steps),
+            draft_rows=torch.where(steps < counts[:, None], steps, -1),
+        )
 
     def tree(self, tokens: Tensor, draft_logits: Tensor | None = None) -> DraftTree:
         """Return the chains as trees, given drafted tokens ``[T]``.
 
+        A negative token, a placeholder, ends a chain: it and what follows have depth 0.
         ``draft_logits`` are those of the draft ``[T, V]``, of the distributions from which the
         tokens were chosen.
         """
-        size = self.index.shape[1]
-        nodes = torch.arange(size, device=tokens.device)
-        chain = torch.nn.functional.pad(tokens[self.index[:, :-1]].long(), (1, 0))
-        # The root and the drafted tokens; a negative token, a placeholder, ends the chain.
-        real = (nodes <= self.counts[:, None]) & (chain >= 0).cumprod(1).bool()
-        before = (nodes - 1).clamp_min(0)
-        expanded = nodes < self.counts[:, None]
-        below = (nodes[:, None] >= nodes) & real[:, :, None] & real[:, None, :]
-        own = torch.eye(size, dtype=torch.bool, device=tokens.device)
+        chain = torch.nn.functional.pad(tokens.long()[self.index[:, :-1]], (1, 0))
         if draft_logits is None:
-            laws = tokens.new_empty(len(self.counts), 0, 0, dtype=torch.float32)
-            expanded = torch.zeros_like(expanded)
+            draft_rows = torch.full_like(self.draft_rows, -1)
+            log_probs = tokens.new_empty(len(chain), 0, 0, dtype=torch.float32)
         else:
-            laws = draft_logits.log_softmax(-1)[self.index]
+            draft_rows, log_probs = self.draft_rows, draft_logits.log_softmax(-1)[self.index]
         return DraftTree(
             tokens=chain.clamp_min(0),
-            parents=torch.where(real, before, nodes),
-            depths=torch.where(real, nodes, 0),
-            ancestors=below | own,
-            draft_rows=torch.where(expanded, nodes, -1),
-            draft_log_probs=laws,
-            max_depth=size - 1,
+            parents=self.parents,
+            depths=self.depths * (chain >= 0).cumprod(1),
+            ancestors=self.ancestors,
+            draft_rows=draft_rows,
+            draft_log_probs=log_probs,
+            max_depth=chain.shape[1] - 1,
         )
 
 
@@ -100,22 +107,23 @@ def acceptance(
     raw: Distributions,
     processed: Distributions,
     warped: Distributions,
-    greedy: Tensor,
+    greedy: Tensor | None,
     state: Tensor | None,
 ) -> tuple[VerificationInputs, Tensor]:
     """Apply a rule to chains, before the engine draws the target's samples.
 
     ``raw``, ``processed`` and ``warped`` are those of
     :class:`~eagle_fsd.model.verify.VerificationInputs`, ``greedy`` ``[B]`` marks requests at
-    temperature 0, and ``state`` is ``[B, W]``.
+    temperature 0 (None: all are), and ``state`` is ``[B, W]``.
 
     Returns:
         What was verified, in which a greedy request's most likely tokens are exact, and none of a
         sampled request; and ``[B, N]`` the least probability with which the engine must accept each
-        drafted token, 0 to leave the decision to the engine.
+        drafted token, 0 to leave the decision to the engine: bool if there are only 0 and 1.
     """
-    best = arg_max(processed.logits)
-    sampled = torch.where(greedy[:, None], best, UNKNOWN)
+    sampled = arg_max(processed.logits)
+    if greedy is not None:
+        sampled = torch.where(greedy[:, None], sampled, UNKNOWN)
     inputs = VerificationInputs(
         tree,
         raw=raw,
@@ -125,31 +133,30 @@ def acceptance(
         sampled=sampled,
         state=state,
     )
-    least = accepted_edges(inputs, rule)[2].float()
+    least = accepted_edges(inputs, rule)[2]
     inner = innermost(rule)
-    if isinstance(inner, BudgetRule):  # it accepts at random, unless decoding is greedy
+    if isinstance(inner, BudgetRule) and greedy is not None:  # sampled requests: at random
         parents, tokens = tree.parents, tree.tokens
         admitted = rule.admits(inputs, parents, tokens) & inputs.supported(parents, tokens)
         raised = inner.raised(warped.log_prob(parents, tokens).exp())
-        least = torch.where(greedy[:, None], least, torch.where(admitted, raised, 0.0))
-    least = torch.where(tree.depths > 0, least, 0.0)
-    return inputs, least
+        least = torch.where(greedy[:, None], least.float(), torch.where(admitted, raised, 0.0))
+    return inputs, least * (tree.depths > 0)
 
 
-def raise_probability(
-    logits: Tensor, tokens: Tensor, least: Tensor, certain: bool = False, greedy: bool = False
-) -> None:
+def raise_probability(logits: Tensor, tokens: Tensor, least: Tensor, greedy: bool = False) -> None:
     """Give tokens ``[T]`` at least the probabilities ``[T]`` in the softmax of ``[T, V]`` logits.
 
     The others keep their ratios. A probability of 1 leaves no other token; logits where it is 0
-    are unchanged. ``certain`` says that there are no probabilities between, and ``greedy`` that
-    only the most likely token of a row matters.
+    are unchanged. ``least`` may be bool, for probabilities of 1 and 0. ``greedy`` says that only
+    the most likely token of a row matters.
     """
     index, least = tokens.long().clamp_min(0)[:, None], least[:, None]
-    own = logits.gather(1, index)
-    if certain and greedy:
-        logits.scatter_(1, index, torch.where(least > 0.0, torch.inf, own))
+    certain = least.dtype == torch.bool
+    if certain and greedy:  # an accepted token is finite
+        boost = torch.zeros_like(least, dtype=logits.dtype).masked_fill_(least, torch.inf)
+        logits.scatter_add_(1, index, boost)
         return
+    own = logits.gather(1, index)
     raised = torch.zeros_like(own)
     if not certain:
         rest = logits.scatter(1, index, -torch.inf).logsumexp(1, keepdim=True)
@@ -165,17 +172,15 @@ def emitted(inputs: VerificationInputs, tokens: Tensor, accepted: Tensor) -> Ver
     ``tokens`` are ``[B, N]``, negative where there are none; ``accepted`` ``[B, N]`` marks nodes
     that a rule accepted. In a sampled request, all of these count as fuzzy.
     """
+    real = tokens >= 0
     steps = torch.arange(tokens.shape[1], device=tokens.device)
-    count = (tokens >= 0).sum(1)
-    real = steps < count[:, None]
-    path = torch.where(real, steps, 0)
-    tokens = torch.where(real, tokens.long(), 0)
-    by_rule = torch.nn.functional.pad(accepted[:, 1:], (0, 1))
-    fuzzy = real & by_rule & (steps < count[:, None] - 1)
-    fuzzy &= tokens != inputs.sampled.gather(1, path)
-    origins = torch.where(fuzzy, int(Origin.FUZZY), int(Origin.EXACT))
-    origins = torch.where(steps == count[:, None] - 1, int(Origin.TARGET), origins)
-    origins = torch.where(real, origins, int(Origin.PADDING))
+    count = real.sum(1)
+    last = count[:, None] - 1
+    path, tokens = steps * real, tokens.long().clamp_min(0)
+    fuzzy = (steps < last) & (tokens != inputs.sampled.gather(1, path))
+    fuzzy[:, :-1] &= accepted[:, 1:]
+    origins = real.long()  # Origin.EXACT, or else Origin.PADDING
+    origins.masked_fill_(fuzzy, int(Origin.FUZZY)).masked_fill_(steps == last, int(Origin.TARGET))
     return Verification(tokens, origins, count=count, path=path, accepted=accepted)
 
 
@@ -192,9 +197,8 @@ class ChainVerifier(EngineRule):
         raw: Distributions,
         processed: Distributions,
         warped: Distributions,
-        greedy: Tensor,
+        greedy: Tensor | None,
         state: Tensor | None,
-        all_greedy: bool = False,
     ) -> None:
         """Raise the probabilities of the tokens that the rule accepts, in place.
 
@@ -204,15 +208,13 @@ class ChainVerifier(EngineRule):
         """
         kept = state is not None
         if state is None and self.rule.state_size:
-            state = raw.peak.new_zeros(len(greedy), self.rule.state_size)
+            state = raw.peak.new_zeros(len(tree.tokens), self.rule.state_size)
         inputs, least = acceptance(
             self.rule, tree, raw=raw, processed=processed, warped=warped, greedy=greedy, state=state
         )
-        flat = least[layout.rows, layout.places]
-        certain = not isinstance(innermost(self.rule), BudgetRule)
-        tokens = tree.tokens[layout.rows, layout.places]
-        raise_probability(logits, tokens, flat, certain=certain, greedy=all_greedy)
-        self._step = inputs, least > 0.0, kept
+        tokens, flat = (item[layout.rows, layout.places] for item in (tree.tokens, least))
+        raise_probability(logits, tokens, flat, greedy=greedy is None)
+        self._step = inputs, least > 0, kept
 
     def finish(self, tokens: Tensor) -> None:
         """Count the tokens ``[B, N]`` that the engine emitted, negative where there are none.

@@ -24,7 +24,7 @@ has the same distribution as EAGLE-2's recursive rejection over deterministic ca
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 
 import torch
@@ -84,6 +84,8 @@ class VerificationInputs:
     uniform: Tensor | None = None
     state: Tensor | None = None
     faults: Tensor | None = None
+    _edge_log_prob: Tensor | None = field(default=None, init=False, repr=False)
+    _regret: Tensor | None = field(default=None, init=False, repr=False)
 
     def row_faults(self, kept: Verification) -> Tensor:
         """Find the rows for which no token can be chosen, because logits are NaN or infinite.
@@ -103,11 +105,22 @@ class VerificationInputs:
         return self.processed.max_log_prob
 
     @property
+    def edge_log_prob(self) -> Tensor:
+        """``[B, N]`` log-probability of each token at its parent, by :attr:`processed`.
+
+        This and :attr:`regret` are computed once, so they must not be changed in place.
+        """
+        if self._edge_log_prob is None:
+            self._edge_log_prob = self.log_prob(self.tree.parents, self.tree.tokens)
+        return self._edge_log_prob
+
+    @property
     def regret(self) -> Tensor:
         """``[B, N]`` nats: ``max log p - log p(x)`` of each token at its parent; 0 at the root."""
-        parents = self.tree.parents
-        regret = self.peak.gather(1, parents) - self.log_prob(parents, self.tree.tokens)
-        return regret.masked_fill(self.tree.depths == 0, 0.0)
+        if self._regret is None:
+            regret = self.peak.gather(1, self.tree.parents) - self.edge_log_prob
+            self._regret = regret.masked_fill_(self.tree.depths == 0, 0.0)
+        return self._regret
 
     def log_prob(self, nodes: Tensor, tokens: Tensor) -> Tensor:
         """Look up ``log p`` of tokens ``[B, Q]`` at nodes ``[B, Q]``, by :attr:`processed`."""
@@ -289,13 +302,12 @@ def verify(
             ``selection="sample"`` and ``inputs.drawn`` is None.
     """
     tree = inputs.tree
-    parents, tokens = tree.parents, tree.tokens
+    tokens = tree.tokens
     chosen, exact, accepted = accepted_edges(inputs, rule, fallback, selection)
-    edge_log_prob = inputs.log_prob(parents, tokens)
     accepted[:, 0] = True
 
     # Log-probabilities add up along a path, to -inf where an edge is not accepted.
-    edge_score = torch.where(accepted, edge_log_prob.clamp_min(LOG_FLOOR), -torch.inf)
+    edge_score = torch.where(accepted, inputs.edge_log_prob.clamp_min(LOG_FLOOR), -torch.inf)
     edge_score[:, 0] = 0.0
     score = tree.path_sum(edge_score)  # [B, N]
     value = tree.depths.to(score)
@@ -345,7 +357,10 @@ def accepted_edges(
     parents, tokens = tree.parents, tree.tokens
     gate = rule.gate(inputs)
     chosen = rule.choose(inputs)
-    supported = inputs.supported(parents, tokens)
+    if inputs.warped is inputs.processed:
+        supported = inputs.edge_log_prob > -torch.inf
+    else:
+        supported = inputs.supported(parents, tokens)
     exact = tokens == chosen.gather(1, parents)
     relaxed = gate.gather(1, parents) & rule.admits(inputs, parents, tokens)
     accepted = exact | relaxed
@@ -379,7 +394,7 @@ def _preferred_child(
 ) -> Tensor:
     """Return ``[B, N]``: a child's sample, else the likeliest relaxed child's token."""
     tree = inputs.tree
-    score = torch.where(relaxed, inputs.log_prob(tree.parents, tree.tokens), -torch.inf)
+    score = torch.where(relaxed, inputs.edge_log_prob, -torch.inf)
     score = torch.where(exact, torch.inf, score)
     score[:, 0] = -torch.inf
     is_child = tree.parents[:, None, :] == torch.arange(tree.size, device=score.device)[:, None]

@@ -27,6 +27,8 @@ LEAST = -87.0
 ZERO = 1e-37
 #: Values in a block, of which sums or maxima are taken before one block is searched; a power of 2.
 BLOCK = 256
+#: Up to this number of values, ``torch.argmax`` is faster than a search of blocks.
+SMALL = 2**15
 #: Up to this size of the vocabulary, ``torch.topk`` is faster than a search for the best blocks.
 SMALL_VOCABULARY = 4096
 #: The cut of top-p is located to this fraction of an interval, as a power of 1/2.
@@ -59,7 +61,8 @@ class Distributions:
             # One fused operation, in half the time of the sum's own ones.
             largest = nn.functional.log_softmax(flat[rows], -1).amax(-1)
             parts.append((flat[rows].amax(-1), -largest))
-        peak, total = (torch.cat(part).view(logits.shape[:2]) for part in zip(*parts, strict=True))
+        joined = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+        peak, total = (part.view(logits.shape[:2]) for part in joined)
         return cls(logits, peak, total)
 
     @classmethod
@@ -132,6 +135,8 @@ def scaled(logits: Tensor, temperature: float) -> Tensor:
 
 def arg_max(values: Tensor) -> Tensor:
     """Return the index of the largest of ``[..., V]``, the first of several, faster than torch."""
+    if values.numel() <= SMALL and not torch.compiler.is_compiling():
+        return values.argmax(-1)  # one operation instead of eleven
     blocks = _in_blocks(values)
     block = blocks.amax(-1).argmax(-1, keepdim=True)  # [..., 1]
     inside = _take_block(blocks, block).argmax(-1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from certificates import CERTIFICATE
 
-from eagle_fsd import AcceptanceConfig, OptionsError
+from eagle_fsd import AcceptanceConfig, OptionsError, Origin
 from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.engines.bookkeeping import Counter, RuleStates
 from eagle_fsd.engines.settings import (
@@ -105,11 +105,11 @@ def test_states_follow_requests() -> None:
 def test_accepted_tokens_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     counter = Counter(logging.getLogger("test"))
     with caplog.at_level("INFO"):
-        counter.add(torch.tensor(2), torch.tensor(5))
-        counter.add(torch.tensor(1), torch.tensor(4))
+        counter.add(torch.tensor([[Origin.FUZZY, Origin.FUZZY, Origin.TARGET, Origin.PADDING]]))
+        counter.add(torch.tensor([[Origin.FUZZY, Origin.TARGET], [Origin.EXACT, Origin.TARGET]]))
         counter.report()
         counter.report()
-    assert caplog.messages == ["eagle_fsd: the rule accepted 3 of 9 tokens"]
+    assert caplog.messages == ["eagle_fsd: the rule accepted 3 of 7 tokens"]
 
 
 def test_rules_that_read_the_draft() -> None:

@@ -124,5 +124,5 @@ class TreeVerifier(EngineRule):
         emitted = torch.full_like(tree.tokens[:, :1], -1).repeat(1, tree.size + 1)
         emitted = emitted.scatter(1, nodes, kept.tokens)[:, :-1]
         by_row = torch.full_like(rows.flatten(), -1).scatter(0, rows.flatten(), emitted.flatten())
-        raise_probability(logits, by_row, (by_row >= 0).to(logits.dtype), certain=True)
+        raise_probability(logits, by_row, by_row >= 0)
         return kept

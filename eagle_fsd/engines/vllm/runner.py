@@ -72,8 +72,10 @@ def prepare(runner: Any, metadata: Any) -> None:
     verifier, state, draft_logits = sampler.verifier, None, None
     if verifier.rule.state_size:
         verifier.states.keep_only(runner.requests)
-        emitted = _emitted_before(runner, metadata)
-        state = verifier.states.of(runner.input_batch.req_ids, emitted)
+        counted = verifier.states.counts_tokens
+        emitted = _emitted_before(runner, metadata) if counted else None
+        device = metadata.logits_indices.device
+        state = verifier.states.of(runner.input_batch.req_ids, emitted, device)
     if reads_draft(verifier.rule):
         draft_logits = _draft_logits(runner, metadata)
     sampler.prepare(state, draft_logits)

@@ -75,7 +75,7 @@ class RelaxedSampler(RejectionSampler):
         raw = self._raw_laws(logits, layout)
         logits = process(logits, sampling_metadata, metadata)
         processed = raw if _untouched(sampling_metadata) else Distributions.of(logits[layout.index])
-        warped, greedy = processed, layout.counts >= 0
+        warped, greedy = processed, None
         if not sampling_metadata.all_greedy:
             greedy = sampling_metadata.temperature == 0.0
             warped = Distributions.of(_warped(logits, layout.rows, sampling_metadata)[layout.index])
@@ -89,7 +89,6 @@ class RelaxedSampler(RejectionSampler):
             warped=warped,
             greedy=greedy,
             state=self.state,
-            all_greedy=sampling_metadata.all_greedy,
         )
         return logits
 
@@ -101,7 +100,7 @@ class RelaxedSampler(RejectionSampler):
         return Distributions.of(logits[layout.index])
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def chain_layout(counts: tuple[int, ...], device: torch.device) -> Layout:
     """Lay out chains with numbers of drafted tokens; most steps have those of an earlier one."""
     ends = torch.tensor(counts).cumsum(0).to(device)

@@ -92,8 +92,9 @@ class LimitedRule(WrappedRule):
         return accepted & (exact | ((cost <= left) & (left > 0.0)))
 
     def advance(self, inputs: VerificationInputs, kept: Verification) -> Tensor:
-        regret = inputs.peak.gather(1, kept.path) - inputs.log_prob(kept.path, kept.tokens)
-        cost = torch.where(kept.origins == int(Origin.FUZZY), regret, 0.0).sum(1)
+        # A fuzzy token is that of the next node on the path.
+        regret = inputs.regret.gather(1, kept.path).roll(-1, 1)
+        cost = regret.masked_fill_(kept.origins != int(Origin.FUZZY), 0.0).sum(1)
         return self.with_own(inputs, kept, self.own_state(inputs) + cost)
 
 
