@@ -61,7 +61,7 @@ def extend_runner() -> None:
 
 def keep_logits(drafter: Any, logits: Tensor) -> None:
     """Keep the draft's raw logits ``[requests, V]`` of a level for the next step."""
-    drafter._eagle_fsd_logits.append(logits.float().clone())
+    drafter._eagle_fsd_logits.append(logits.to(torch.float32, copy=True))
 
 
 def prepare(runner: Any, metadata: Any) -> None:
@@ -96,19 +96,17 @@ def _emitted_before(runner: Any, metadata: Any) -> Tensor:
 def _draft_logits(runner: Any, metadata: Any) -> Tensor | None:
     """Return ``[T, V]``: the draft's raw logits at the tokens of a step.
 
-    None if nothing was drafted for it: without room in the drafter, vLLM schedules placeholders.
+    None if they are unknown: without room in the drafter, vLLM schedules placeholders, and a
+    request that vLLM left out of the step before was drafted earlier.
     """
     drafted = getattr(runner.drafter, "_eagle_fsd_logits", [])
     runner.drafter._eagle_fsd_logits = []
-    counts = metadata.num_draft_tokens
-    if not drafted or not sum(counts):
+    scheduled = zip(runner.input_batch.req_ids, metadata.num_draft_tokens, strict=False)
+    counts = {name: count for name, count in scheduled if count}
+    if not drafted or not counts:
+        return None
+    rows = {name: row for row, name in enumerate(runner._eagle_fsd_requests)}
+    if not counts.keys() <= rows.keys():
         return None
     steps = torch.stack(drafted, 1)  # [requests of the step before, K, V]
-    rows = {name: row for row, name in enumerate(runner._eagle_fsd_requests)}
-    index = [
-        rows[name] * steps.shape[1] + step
-        for name, count in zip(runner.input_batch.req_ids, counts, strict=False)
-        for step in range(count)
-    ]
-    flat = steps.flatten(0, 1)
-    return flat[torch.tensor(index).to(flat.device, non_blocking=True)]
+    return torch.cat([steps[rows[name], :count] for name, count in counts.items()])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from eagle_fsd import AcceptanceConfig, OptionsError
 from eagle_fsd.engines.chains import Layout, acceptance
 from eagle_fsd.engines.settings import check_version
 from eagle_fsd.engines.vllm import patches, register
+from eagle_fsd.engines.vllm.runner import prepare
 from eagle_fsd.engines.vllm.sampler import RelaxedSampler
 from eagle_fsd.model.acceptance import rule_for
 from eagle_fsd.model.verify import verify
@@ -150,6 +152,29 @@ def test_divergences_are_those_of_the_draft_s_raw_logits() -> None:
             fuzzy += count - int((plain.sampled_token_ids[row] >= 0).sum())
             start += length
     assert fuzzy > 10
+
+
+def test_drafts_of_an_earlier_step_are_verified_without_their_logits() -> None:
+    """The gate is closed if a request was not in the step before; otherwise rows follow names."""
+    metadata, logits = batch([2, 2, 0], 0)
+    sampler = relaxed(AcceptanceConfig(threshold=1.0))
+    levels = list(torch.randn(2, 2, VOCABULARY))
+    for before, known in ((["c", "a"], False), (["b", "a"], True)):
+        runner = SimpleNamespace(
+            rejection_sampler=sampler,
+            drafter=SimpleNamespace(_eagle_fsd_logits=list(levels)),
+            input_batch=SimpleNamespace(req_ids=["a", "b", "c"]),
+            _eagle_fsd_requests=before,
+        )
+        prepare(runner, metadata)
+        if known:
+            assert sampler.draft_logits is not None
+            expected = torch.stack([level[row] for row in (1, 0) for level in levels])
+            assert sampler.draft_logits.equal(expected)
+        options = sampling([0.0, 0.0, 0.0])
+        found = sampler(metadata, None, logits.clone(), options).sampled_token_ids
+        plain = RejectionSampler(Sampler())(metadata, None, logits.clone(), options)
+        assert (found.tolist() == plain.sampled_token_ids.tolist()) is not known
 
 
 def test_other_versions_are_refused_with_settings_only(monkeypatch: pytest.MonkeyPatch) -> None:
