@@ -23,7 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle_fsd.evaluation.code_execution import child, execution
+from eagle_fsd.evaluation.code_execution import child, execution, sandbox
 from eagle_fsd.evaluation.code_execution.execution import RunResult, run_program, use_sandbox
 from eagle_fsd.evaluation.code_execution.programs import Program
 from eagle_fsd.evaluation.config import EvaluationRequest
@@ -59,6 +59,11 @@ def test_right_answers_pass() -> None:
     ]:
         result = run(code)
         assert result.passed, result.reason
+    own = "class Own(ValueError):\n    pass\ndef f(x):\n    raise Own('no')"
+    expected = (
+        "def check(candidate):\n    try:\n        candidate(1)\n    except ValueError as error:\n"
+    )
+    assert run(own, f"{expected}        assert str(error) == 'no'").passed
 
 
 FIND_SECRETS = """
@@ -177,9 +182,9 @@ def test_nothing_of_the_host_is_visible(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.usefixtures("sandbox")
 def test_only_the_interpreter_is_in_the_file_system() -> None:
-    """Programs see neither the checkout nor the home folder, and they cannot write anywhere."""
-    names, checkout, home, writable = look(
-        "import os\n"
+    """Programs see no checkout, home folder or installed packages, and cannot write anywhere."""
+    names, checkout, home, packages, writable = look(
+        "import glob, os\n"
         "def f():\n"
         "    writable = []\n"
         "    for folder, folders, _ in os.walk('/'):\n"
@@ -189,11 +194,23 @@ def test_only_the_interpreter_is_in_the_file_system() -> None:
         "        except OSError:\n            continue\n"
         "        writable.append(folder)\n"
         f"    return [os.listdir('/'), os.path.exists({str(Path(__file__))!r}),\n"
-        f"            os.path.exists({os.path.expanduser('~/.bashrc')!r}), writable]\n"
+        f"            os.path.exists({os.path.expanduser('~/.bashrc')!r}),\n"
+        "            glob.glob(os.__file__[:-5] + 'site-packages/*'), writable]\n"
     )
     prefix = Path(os.path.realpath(sys.base_prefix)).parts[1]
     assert set(names) <= {"child.py", "dev", "etc", "lib", "lib64", "proc", "usr", prefix}
-    assert (checkout, home, writable) == (False, False, [])
+    assert (checkout, home, packages, writable) == (False, False, [], [])
+
+
+@pytest.mark.usefixtures("sandbox")
+def test_python_may_be_reached_through_a_link(tmp_path: Path) -> None:
+    """As in virtual environments of uv, whose interpreters are in linked folders."""
+    (tmp_path / "python").symlink_to(os.path.realpath(sys.base_prefix))
+    python = tmp_path / "python" / "bin" / Path(os.path.realpath(sys.executable)).name
+    subprocess.run([python, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    program = f"from {sandbox.__name__} import check_sandbox\ncheck_sandbox()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([tmp_path / "venv/bin/python", "-c", program], env=environment, check=True)
 
 
 @pytest.mark.usefixtures("sandbox")

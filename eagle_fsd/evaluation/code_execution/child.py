@@ -102,8 +102,8 @@ def run_answer(requests, replies):
     """Execute an answer, then call its function once per request.
 
     The first request is ``(code, name of the function)``, each further one ``(arguments, keyword
-    arguments)``. Replies are ``("ready", None)``, then ``("value", value)`` or ``("error", (class
-    name, message))``.
+    arguments)``. Replies are ``("ready", None)``, then ``("value", value)`` or ``("error", (name of
+    the class or of its first built-in base, message))``.
     """
     write_line(replies, encode(("ready", None)))
     # The name is not "__main__", so that main guards do not run.
@@ -120,7 +120,8 @@ def run_answer(requests, replies):
                 value = function(*args, **kwargs)
             reply = encode(("value", value))
         except BaseException as error:
-            reply = encode(("error", (type(error).__name__, str(error)[:MAX_REASON])))
+            known = [item for item in type(error).__mro__ if item.__module__ == "builtins"]
+            reply = encode(("error", (known[0].__name__, str(error)[:MAX_REASON])))
         write_line(replies, reply)
 
 
@@ -137,7 +138,7 @@ def receive(replies):
 
 
 def run_tests(job, replies, requests):
-    """Execute the tests of a job, ``(code, tests, name)``; raises what the answer or tests do."""
+    """Execute the tests of a job, ``(code, tests, name)``; exceptions of both are raised."""
     code, tests, name = job
 
     def request(*message):

@@ -47,7 +47,7 @@ def bubblewrap_command() -> tuple[str, ...]:
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise FileNotFoundError("the command bwrap is not installed")
-    paths = _interpreter_files()
+    paths, packages = _interpreter_files(), f"{_standard_library()}/site-packages"
     # Created explicitly, because bubblewrap makes missing parents of a mount private to root.
     folders = sorted({str(parent) for path in paths for parent in Path(path).parents} - {"/"})
     command = (
@@ -56,6 +56,7 @@ def bubblewrap_command() -> tuple[str, ...]:
         "--unshare-cgroup-try",
         *(word for folder in (*folders, "/dev") for word in ("--dir", folder)),
         *(word for path in paths for word in ("--ro-bind", path, path)),
+        *(("--tmpfs", packages, "--remount-ro", packages) if os.path.isdir(packages) else ()),
         *("--ro-bind", str(_CHILD), _INSIDE),
         *("--dev-bind", os.devnull, os.devnull),
         *("--proc", "/proc", "--remount-ro", "/", "--chdir", "/"),
@@ -67,8 +68,7 @@ def bubblewrap_command() -> tuple[str, ...]:
 
 def _interpreter_files() -> list[str]:
     """Return the paths of the interpreter, its standard library and their shared libraries."""
-    # Of a virtual environment, these are the paths of the interpreter that it is based on.
-    interpreter, library = _interpreter(), sysconfig.get_path("stdlib")
+    interpreter, library = _interpreter(), _standard_library()
     # There is no display; Tk alone would add a third of all libraries.
     modules = [
         str(path)
@@ -84,6 +84,12 @@ def _interpreter_files() -> list[str]:
 def _interpreter() -> str:
     """Return the path of the interpreter outside any virtual environment."""
     return os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
+
+
+def _standard_library() -> str:
+    """Return the folder where this interpreter finds its standard library."""
+    prefix = os.path.realpath(sys.base_prefix)
+    return sysconfig.get_path("stdlib", vars={"installed_base": prefix})
 
 
 @contextlib.contextmanager
@@ -149,4 +155,4 @@ def check_sandbox() -> None:
         raise SandboxError(f"bubblewrap is not available: {one_line(error)}") from error
     if process.returncode:
         lines = errors.decode("utf-8", "replace").strip().splitlines() or ["no message"]
-        raise SandboxError(f"bubblewrap is not available: {lines[-1]}")
+        raise SandboxError(f"bubblewrap is not available: {one_line(' '.join(lines[-3:]))}")
