@@ -143,7 +143,8 @@ def _print(found: dict[str, Any]) -> None:
         (str(row["depth"]), str(row["steps"]), f"{row['accepted']:.1%}")
         for row in found["by_depth"]
     ]
-    print_table(("depth", "steps", "accepted"), lines)
-    out.print()
+    if lines:
+        print_table(("depth", "steps", "accepted"), lines)
+        out.print()
     step = found["next_step"]
     out.print(f"Next step: {step}." if step else "Nothing to repair.", soft_wrap=True)

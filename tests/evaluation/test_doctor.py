@@ -47,6 +47,7 @@ from eagle_fsd.evaluation.doctor.measurements import MeasuredAnswer, Measurement
 from eagle_fsd.evaluation.doctor.templates import TurnTemplate, candidate_templates
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 from eagle_fsd.model.drafters.draft_model import DraftModel
+from eagle_fsd.model.drafters.eagle3 import Eagle3Head, default_reads, layer_config
 from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.drafters.loading import load_drafter
 from eagle_fsd.model.drafters.ngram import NGramDrafter
@@ -231,6 +232,28 @@ def test_planted_faults(healthy: Measurements, tmp_path: Path) -> None:
         assert fault.step in str(found.step), fault.name
 
 
+@pytest.mark.usefixtures("no_templates")
+def test_head_with_the_vocabulary_of_the_target(healthy: Measurements) -> None:
+    """It has no vocabulary map; one that is estimated is not kept."""
+    target = healthy.model.target
+    config = layer_config(target.model.config)
+    torch.manual_seed(0)
+    head = Eagle3Head(config, target.hidden_size, None, default_reads(len(target.layers)))
+    assert the_problem(with_drafter(healthy, head)).check == "target"
+    assert head.token_ids is None
+
+
+def test_answers_end_at_stop_strings(healthy: Measurements) -> None:
+    template = TokenizerTemplate(healthy.model.tokenizer)
+    template.stop = (" has",)
+    texts = [
+        healthy.model.tokenizer.decode(answer.ids[answer.start :])
+        for answer in healthy.answer(template, healthy.chats)
+    ]
+    assert any(text.endswith(" has") for text in texts)
+    assert not any(" has" in text[:-1] for text in texts)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_templates")
 def test_head_of_another_target(healthy: Measurements) -> None:
@@ -306,7 +329,7 @@ def text_of(answers: Sequence[MeasuredAnswer]) -> list[tuple[Tensor, Tensor]]:
     return [(item.ids, torch.arange(len(item.ids)) >= item.start) for item in answers]
 
 
-def test_training_text(healthy: Measurements) -> None:
+def test_training_text(healthy: Measurements, monkeypatch: pytest.MonkeyPatch) -> None:
     target = healthy.model.target
     own = check_training_text(target, text_of(healthy.short))
     assert own.level == "ok"
@@ -320,6 +343,12 @@ def test_training_text(healthy: Measurements) -> None:
     found = check_training_text(target, text_of(foreign))
     assert found.level == "note"
     assert "eagle-fsd train regenerate" in str(found.step)
+    # Beyond the context, tokens say nothing.
+    (ids, mask), text = text_of(foreign)[0], text_of(healthy.short)
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "stable_length", len(text[0][0]))
+        longer = torch.cat([text[0][0], ids]), torch.cat([text[0][1], mask])
+        assert check_training_text(target, [longer]) == check_training_text(target, text[:1])
     empty = check_training_text(
         target, [(torch.tensor([1, 2, 3]), torch.tensor([True, False, False]))]
     )
@@ -329,9 +358,8 @@ def test_training_text(healthy: Measurements) -> None:
 def test_depth_context_length_and_tree(healthy: Measurements) -> None:
     """Each of these checks needs only one table of the measurements."""
 
-    def check(checks: Callable[[Any], Finding], drafter: Any = None, **tables: Any) -> Finding:
-        drafter = drafter or healthy.model.drafter
-        pair = SimpleNamespace(drafter=drafter, tree=TreeConfig(depth=4))
+    def check(checks: Callable[[Any], Finding], **tables: Any) -> Finding:
+        pair = SimpleNamespace(drafter=healthy.model.drafter, tree=TreeConfig(depth=4))
         return checks(SimpleNamespace(model=pair, **tables))
 
     for divergences, messages in ((torch.full((60,), 0.58), 1), (torch.tensor([0.01, 0.5]), 0)):
@@ -352,7 +380,6 @@ def test_depth_context_length_and_tree(healthy: Measurements) -> None:
         "accepted 80.0% at depth 1, 50.0% from depth 3 on",
         "train the head on its own outputs: eagle-fsd train --unroll 3",
     )
-    assert check(check_depth, NGramDrafter(), by_depth=rows(0.8, 0.7, 0.5)).level == "ok"
     for shares in ((0.8, 0.7, 0.7), (0.8, 0.7)):
         assert check(check_depth, by_depth=rows(*shares)).level == "ok"
 
@@ -393,6 +420,7 @@ def test_drafter_without_a_network_gets_tables(run: Run, tmp_path: Path) -> None
     assert found["tau"] >= 1.0
     assert sum(row["steps"] for row in found["by_length"]) > 4
     assert all(row["agreement"] is None for row in found["by_length"])
+    assert found["by_depth"] == []
 
 
 def test_the_tree_is_that_of_exact_decoding(healthy: Measurements) -> None:

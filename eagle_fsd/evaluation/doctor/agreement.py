@@ -37,8 +37,7 @@ class Agreement:
         self, drafter: LevelDrafter, target: Target, answers: Sequence[tuple[Tensor, int]]
     ) -> None:
         self.drafter, self.target = drafter, target
-        # A head reads a feature and the token after it, so it predicts the third token first.
-        self._sequences = [(ids, max(start, 2)) for ids, start in answers]
+        self._sequences = answers
         self.truth = torch.cat([ids[start:] for ids, start in self._sequences])
         self.positions = torch.cat(
             [torch.arange(start, len(ids), device=ids.device) for ids, start in self._sequences]

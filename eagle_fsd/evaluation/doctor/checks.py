@@ -21,21 +21,21 @@ from eagle_fsd.evaluation.doctor.agreement import CHUNK, Agreement
 from eagle_fsd.evaluation.doctor.measurements import MeasuredAnswer, Measurements, complete_steps
 from eagle_fsd.evaluation.doctor.settings import DrafterSetting, find_settings
 from eagle_fsd.evaluation.doctor.templates import candidate_templates, unknown_markers
-from eagle_fsd.model.drafters.heads import DraftHead
+from eagle_fsd.model.drafters.eagle import EagleHead
 from eagle_fsd.model.probe import describe_closed_gate
 from eagle_fsd.model.target import LAST, Target
 from eagle_fsd.utils.chat_templates import encode_prompt
 
 #: A change must raise a mean by this many standard errors.
 MIN_ERRORS = 3.0
-#: A vocabulary map estimated from the answers must reach this agreement, which drafters that know
-#: nothing but the previous token do not, and raise the agreement by this much: it also learns to
-#: repeat what the answers repeat.
+#: A vocabulary map estimated from the answers must reach this agreement and raise it by this much.
+#: Such a map also learns what the answers repeat, and drafters that know only the previous token
+#: stay below the first value.
 MIN_ESTIMATED, MIN_ESTIMATED_GAIN = 0.4, 0.2
 #: Another chat template must raise tau by this share.
 MIN_TAU_GAIN = 0.15
-#: Agreements up to this far above that of a constant prediction count as chance; those below the
-#: other one need further training.
+#: Agreements within ``CHANCE_MARGIN`` of a constant prediction's count as chance; below
+#: ``LOW_AGREEMENT``, further training is recommended.
 CHANCE_MARGIN, LOW_AGREEMENT = 0.1, 0.5
 #: A draft vocabulary should cover this share of the answers.
 MIN_COVERAGE = 0.9
@@ -49,9 +49,9 @@ MAX_LENGTH_DROP = 0.15
 MAX_EXCESS = 0.2
 #: Answers with a smaller share of distinct pairs of tokens are loops, which are easy to draft.
 MIN_VARIETY = 0.4
-#: A threshold that many pairs use.
+#: Threshold to probe if the pair has none.
 PROBED_THRESHOLD = 0.1
-#: Values that a comparison needs.
+#: Minimum number of values in a comparison.
 MIN_COUNT = 50
 
 
@@ -131,7 +131,7 @@ def _compare(agreement: Agreement, setting: DrafterSetting) -> tuple[float, Find
         clear = gain > max(setting.min_gain, MIN_ERRORS * error)
         if clear and share > agreement.chance + CHANCE_MARGIN:
             return gain, Finding(setting.check, "problem", evidence, setting.step.format(name))
-    step = "train a head with a larger draft vocabulary, counted on this kind of text"
+    step = "use a larger draft vocabulary of such text: --draft-vocabulary, or another head"
     return 0.0, Finding.note(coverage < MIN_COVERAGE, setting.check, evidence, step)
 
 
@@ -211,9 +211,8 @@ def check_depth(measured: Measurements) -> Finding:
     first, total = rows[0]["accepted"], sum(row["steps"] for row in deep)
     later = sum(row["steps"] * row["accepted"] for row in deep) / total
     evidence = f"accepted {first:.1%} at depth 1, {later:.1%} from depth 3 on"
-    falls = isinstance(measured.model.drafter, DraftHead) and later < MIN_DEEP_RATIO * first
     step = "train the head on its own outputs: eagle-fsd train --unroll 3"
-    return Finding.note(falls, "depth", evidence, step)
+    return Finding.note(later < MIN_DEEP_RATIO * first, "depth", evidence, step)
 
 
 def check_speed(measured: Measurements) -> list[Finding]:
@@ -222,8 +221,10 @@ def check_speed(measured: Measurements) -> list[Finding]:
     if 2 * slow <= count:
         return []
     evidence = f"plain decoding would be faster in {slow} of {count} answers"
-    step = "draft fewer tokens: --draft-vocabulary, after eagle-fsd train ranks, or smaller trees"
-    return [Finding("speed", "note", evidence, f"{step} (eagle-fsd tune)")]
+    step = "use smaller trees (eagle-fsd tune)"
+    if isinstance(measured.model.drafter, EagleHead):
+        step = f"draft fewer tokens: --draft-vocabulary, after eagle-fsd train ranks, or {step}"
+    return [Finding("speed", "note", evidence, step)]
 
 
 def check_gate(measured: Measurements) -> list[Finding]:
@@ -256,7 +257,8 @@ def check_training_text(target: Target, texts: Sequence[tuple[Tensor, Tensor]]) 
     """
     found: list[Tensor] = []
     for ids, mask in texts:
-        ids, covered = ids.to(target.device), mask.to(target.device)[1:].nonzero()[:, 0]
+        ids, mask = (item[: target.stable_length].to(target.device) for item in (ids, mask))
+        covered = mask[1:].nonzero()[:, 0]
         features = target.prefill(ids[None], 0, target.new_cache(1, len(ids)), (LAST,))[0]
         for positions in covered.split(CHUNK):
             log_probs = target.project(features[positions]).log_softmax(-1)

@@ -56,14 +56,16 @@ def diagnose(
     with progress("decoding") as advance:
         for done, answers in enumerate(("short", "chains", "long")):
             advance(done, 3)
-            getattr(measured, answers)
+            getattr(measured, answers)  # decodes on first use
     findings, agreement = [], measured.agreement
     if agreement is not None:
         with progress("testing causes"):
             findings = checks.check_settings(measured, agreement)
             if training_texts:
                 findings.append(checks.check_training_text(model.target, training_texts))
-        findings += [checks.check_length(measured), checks.check_depth(measured)]
+        findings.append(checks.check_length(measured))
+        if measured.by_depth:
+            findings.append(checks.check_depth(measured))
         findings += checks.check_gate(measured)
     findings += [*checks.check_speed(measured), checks.check_tree(measured)]
     steps = {finding.level: finding.step for finding in reversed(findings)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -11,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import StopStringCriteria
 
 from eagle_fsd.evaluation.doctor.agreement import Agreement
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
+from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.drafters.levels import LevelDrafter
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.probe import gate_divergences
@@ -62,7 +65,9 @@ class Measurements:
 
     @cached_property
     def chains(self) -> list[MeasuredAnswer]:
-        """Answers to the questions, drafted as chains."""
+        """Answers to the questions, drafted by a head as chains; other drafters skip tokens."""
+        if not isinstance(self.model.drafter, DraftHead):
+            return []
         depth = self.model.tree.depth
         tree = TreeConfig(total_tokens=depth + 2, depth=depth, top_k=1)
         return self.answer(self.chat_template, self.chats, tree)
@@ -91,14 +96,16 @@ class Measurements:
         """Answer chats, with the model's tree or another; skip those without room for an answer."""
         model = self.model
         if tree is not None:
-            model = EagleFSD(model.model, model.drafter, tree, tokenizer=model.tokenizer)
-        prompts = self._prompts(chats, chat_template)
+            model = copy(model)
+            model.tree = tree
+        prompts, stop = self._prompts(chats, chat_template), list(chat_template.stop)
         found = model.generate_many(
             prompts,
             self.max_new_tokens,
             max_batch=BATCH,
             acceptance=AcceptanceConfig(),
             eos_token_id=[*model.eos_token_ids, *chat_template.stop_token_ids],
+            stopping_criteria=[StopStringCriteria(model.tokenizer, stop)] if stop else [],
         )
         answers = []
         for item in sorted(found, key=lambda item: item.index):
@@ -115,6 +122,7 @@ class Measurements:
         own = getattr(config, "max_position_embeddings", None)
         context = min(model.target.stable_length, own or torch.inf)
         prompts = (encode_prompt(chat, model.tokenizer, chat_template)[0] for chat in chats)
+        # A head reads a feature and the token after it, so it predicts the third token first.
         return [item for item in prompts if 1 < len(item) <= context - self.max_new_tokens]
 
     @cached_property
@@ -158,9 +166,9 @@ class Measurements:
 
     @cached_property
     def by_depth(self) -> list[dict[str, Any]]:
-        """The steps that drafted a token at each depth, and the share that accepted it.
+        """The steps that drafted a token at each depth of a chain, and the share that accepted it.
 
-        The latter is EAGLE's n-alpha (arXiv 2401.15077, section 4.1).
+        The latter is EAGLE's n-alpha (arXiv 2401.15077, section 4.1). Empty without a head.
         """
         lengths, rows = complete_steps(self.chains), []
         for depth in range(1, self.model.tree.depth + 2):

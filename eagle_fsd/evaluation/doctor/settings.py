@@ -18,18 +18,18 @@ from eagle_fsd.model.target import LAST, Target
 
 #: An object, the name of an attribute, and its value while the change applies.
 Change = tuple[Any, str, Any]
-#: Names for a sentence, with what to change. They may be created one by one.
+#: Descriptions of alternatives, with their changes; may be an iterator.
 Alternatives = Iterable[tuple[str, Sequence[Change]]]
 
-#: By how much the agreement must rise, as a share of 1; the second one is for other hidden states.
+#: Minimum increase of the agreement; the second value applies to other hidden states.
 #: Neighboring layers have similar states, so numbering the layers wrongly by one costs the
 #: bundled EAGLE-3 head 1 to 2 %.
 MIN_GAIN, MIN_READS_GAIN = 0.03, 0.005
 #: Bases of the rotary embedding in published models.
 THETAS = (10_000.0, 500_000.0, 1_000_000.0, 10_000_000.0)
-#: By how much the layer ids of EAGLE-3 heads differ between conventions, and one more.
+#: Offsets between conventions for the layer ids of EAGLE-3 heads, and one beyond them.
 SHIFTS = (-2, -1, 1, 2)
-#: Orders of an EAGLE-3 head's hidden states to try: all of three.
+#: Number of orders of an EAGLE-3 head's hidden states to try, enough for all orders of three.
 MAX_ORDERS = 6
 
 
@@ -85,7 +85,7 @@ def find_settings(drafter: LevelDrafter, target: Target) -> list[DrafterSetting]
 
 def map_change(drafter: LevelDrafter, token_ids: Tensor) -> Change:
     """Return the change to another vocabulary map, ``[D]``, negative where there is no token."""
-    if isinstance(drafter, Eagle3Head) and drafter.d2t is not None:
+    if isinstance(drafter, Eagle3Head):
         return drafter, "d2t", token_ids - torch.arange(len(token_ids), device=token_ids.device)
     return drafter, "token_ids", token_ids
 
@@ -167,7 +167,7 @@ def _describe_rope(rope: Mapping[str, Any]) -> str:
 
 
 def _other_ropes(
-    places: Sequence[Change], own: dict[str, Any], target: dict[str, Any]
+    modules: Sequence[Change], own: dict[str, Any], target: dict[str, Any]
 ) -> Alternatives:
     """Try the bases of published models, and the target's RoPE."""
     ropes = [
@@ -178,7 +178,7 @@ def _other_ropes(
     # The rotated part of a head is a property of the layers.
     kept = {key: own[key] for key in ("partial_rotary_factor",) if key in own}
     for name, rope in others.items():
-        yield name, [(parent, key, _with_rope(old, rope | kept)) for parent, key, old in places]
+        yield name, [(parent, key, _with_rope(old, rope | kept)) for parent, key, old in modules]
 
 
 def _with_rope(module: Any, rope: dict[str, Any]) -> nn.Module:

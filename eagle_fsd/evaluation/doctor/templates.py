@@ -53,7 +53,7 @@ RAW = TurnTemplate("{content}\n")
 
 
 def candidate_templates(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, ChatTemplate, str]]:
-    """Return templates that could fit a target: names for a sentence, and how to select each."""
+    """Return templates that could fit a target: with a description and how to select it."""
     found: list[tuple[str, ChatTemplate, str]] = []
     if tokenizer.chat_template is not None:
         own = TokenizerTemplate(tokenizer)
