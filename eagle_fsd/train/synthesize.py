@@ -7,7 +7,6 @@ message (Magpie, arXiv 2406.08464). A chat depends on its index and the seed onl
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -71,7 +70,8 @@ def synthesize(
 
     While it runs, all chats are in ``OUT.part0``, in order of completion. ``progress`` counts the
     ``writing`` of usable chats. Raises ValueError if the chat template shows no header of a user's
-    message, the target writes few usable chats, or the output has more chats or other options.
+    message, the target writes few usable chats, or the finished output has more chats than
+    ``request.count`` or other options.
     """
     config = config or SynthesizeConfig()
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -102,6 +102,8 @@ def synthesize(
             f"count must be at least {written_before}, the number of chats in {request.out}; got"
             f" {request.count}"
         )
+    if written_before == request.count:
+        return ChatFile(request.out)
     lines = read_lines(request.out)
     sieve = Sieve(request.count, lines)
     written = writer.write(plan, sieve.drafts(ahead=isinstance(writer, ServerWriter)))
@@ -253,8 +255,7 @@ class Sieve:
         self.kept: list[dict[str, Any]] = []
         self.dropped: Counter[str] = Counter()
         self.decided = 0
-        self._indices = itertools.filterfalse(lines.__contains__, itertools.count())
-        self._begun = len(lines)
+        self._next = 0  # all chats before it are written or begun
         self._seen = NearDuplicates()
 
     @property
@@ -268,9 +269,11 @@ class Sieve:
         ``ahead`` begins chats nevertheless.
         """
         while not self.complete:
-            if ahead or len(self.kept) + self._begun - self.decided < self.count:
-                self._begun += 1
-                yield Draft(next(self._indices))
+            while self._next in self.lines:  # written before an interruption
+                self._next += 1
+            if ahead or len(self.kept) + self._next - self.decided < self.count:
+                self._next += 1
+                yield Draft(self._next - 1)
             else:
                 yield None
 

@@ -141,6 +141,11 @@ def test_result_depends_on_neither_batch_nor_interruption(tmp_path: Path) -> Non
     part.write_text(json.dumps(lines[1]) + "\n" + json.dumps(lines[0])[:30])
     assert write(other, batch_size=8, **options) == lines
     assert write(other, batch_size=8, count=5, **options)[:4] == lines
+    # A chat may be missing before those that suffice.
+    part.write_text("".join(json.dumps(line) + "\n" for line in (lines[0], *lines[2:])))
+    other.unlink()
+    assert write(other, 2, **options) == lines[:2]
+    assert write(other, count=5, **options)[:4] == lines
     with pytest.raises(ValueError, match=r"count must be at least 5, .*; got 4"):
         write(other, **options)
     with pytest.raises(ValueError, match="was written from other chats or options"):
@@ -177,6 +182,9 @@ def test_a_server_writes_chats(tmp_path: Path) -> None:
         server = RegenerateServer(base_url=stub.url, model="org/target", concurrency=2)
         request = SynthesizeRequest(out=tmp_path / "chats.jsonl", count=3)
         written = synthesize(request, SynthesizeConfig(top_k=5), server)
+        count = len(stub.requests)
+        assert list(synthesize(request, SynthesizeConfig(top_k=5), server)) == list(written)
+        assert len(stub.requests) == count
     finally:
         stub.server.shutdown()
     lines = request.out.read_text().splitlines()
