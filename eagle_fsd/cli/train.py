@@ -16,6 +16,7 @@ from eagle_fsd.cli.parsing import Command, options
 from eagle_fsd.train.config import (
     ExportRequest,
     FeaturesRequest,
+    PartialTrainConfig,
     RanksRequest,
     RegenerateConfig,
     RegenerateRequest,
@@ -56,7 +57,9 @@ def train(
             help="YAML file of hyperparameters; the command line overrides it.",
         ),
     ] = None,
-    config: Annotated[TrainConfig, options("Hyperparameters", negative_bool="no-")] = TrainConfig(),
+    config: Annotated[
+        PartialTrainConfig, options("Hyperparameters", negative_bool="no-")
+    ] = PartialTrainConfig(),
 ) -> None:
     """Train a draft head for a target on a file of chats."""
     from eagle_fsd.train import train as run

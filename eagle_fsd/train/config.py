@@ -180,7 +180,6 @@ class TrainConfig(Options):
             return self
         for name, value in EAGLE3_DEFAULTS.items():
             if name not in self.model_fields_set:
-                # The field stays unset, so that a file can override it.
                 object.__setattr__(self, name, value)
         if self.feature_weight:
             raise ValueError(
@@ -214,13 +213,21 @@ class TrainConfig(Options):
         return max(0.0, (total - step) / max(1, total - warmup))
 
 
+class PartialTrainConfig(TrainConfig):
+    """Hyperparameters from one of several sources; combinations are checked after merging them."""
+
+    @model_validator(mode="after")
+    def _apply_head_type(self) -> PartialTrainConfig:
+        return self
+
+
 def read_config(path: str | Path) -> dict[str, Any]:
     """Read options of :class:`TrainConfig` from a YAML file; return those that it sets."""
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
         if not isinstance(values, dict):
             raise ValueError("not a mapping of option names to values")
-        return TrainConfig.from_dict(values).model_dump(exclude_unset=True)
+        return PartialTrainConfig.from_dict(values).model_dump(exclude_unset=True)
     except (ValueError, TypeError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: {one_line(error)}") from error
 

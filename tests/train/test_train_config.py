@@ -120,6 +120,14 @@ def test_command_line_overrides_the_file(
     assert (saved["seed"], saved["noise"], saved["max_steps"], saved["bias"]) == (5, 0.5, 2, False)
     assert TrainConfig.from_dict(saved).model_dump() == saved
     assert json.loads((out / "training.json").read_text())["settings"] == saved
+    # Combinations are checked after merging.
+    flags = ("--head-type", "eagle3", "--fc-norm")
+    for text, more in (("head_type: eagle3", flags[2:]), ("fc_norm: true", flags[:2])):
+        path.write_text(text)
+        succeed(*command(data, out, target, "--config", str(path), "--overwrite", *more))
+        saved = json.loads((out / "recipe.json").read_text())["recipe"]
+        assert (saved["head_type"], saved["fc_norm"], saved["unroll"]) == ("eagle3", True, 7)
+    assert "fc_norm requires head_type eagle3" in refused(*arguments, "--overwrite", status=2)
 
 
 #: Keys of recipe.json.
