@@ -66,7 +66,7 @@ class LoadedTarget:
         max_length: int | None = None,
         progress: Progress | None = None,
     ) -> ChatDataset:
-        """Open a chat file as a dataset for this target, truncated at its context length.
+        """Open a chat file as a dataset, truncated where the target's attention would change.
 
         Raises ValueError if no chat is valid, or the template rejects the first ones.
         """
@@ -92,8 +92,8 @@ class LoadedTarget:
         }
 
     def _clamp_length(self, max_length: int | None) -> int:
-        context_length = self.target.context_length
-        return context_length if max_length is None else min(max_length, context_length)
+        longest = self.target.stable_length
+        return longest if max_length is None else min(max_length, longest)
 
 
 def target_name(options: TargetOptions) -> str:

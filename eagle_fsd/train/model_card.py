@@ -78,7 +78,7 @@ def _describe_results(metrics: Sequence[dict[str, Any]]) -> str:
         f"On held-out chats: the head's most likely token is the target's {last['top1']:.1%} of the"
         f" time, and among its three most likely {last['top3']:.1%}"
     )
-    if not last["tau"]:  # the target's layers were not loaded
+    if not last["tau"]:  # the target could not decode
         return text + "."
     depths = ", ".join(f"{value:.3f}" for value in last["js_by_depth"])
     return (

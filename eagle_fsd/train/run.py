@@ -87,8 +87,7 @@ def train(
         check_target(target)
     if request.device_map is not None:
         accelerator.state.device = target.device
-    length = min(config.max_length, target.context_length)
-    target.check_length(length)
+    length = min(config.max_length, target.stable_length)
     tokens = config.tokens_per_batch
     if request.data is not None and tokens is not None and tokens < length:
         raise OptionsError(f"tokens_per_batch must be at least max_length ({length}); got {tokens}")
@@ -111,7 +110,7 @@ def train(
     fingerprint = {**fingerprint, "head": None if head is None else str(request.head)}
     if is_main and config.validation and not can_decode(target):
         log.warning(
-            "validation reports losses and no tau, because the target's layers are not loaded"
+            "validation reports losses and no tau, because the target is not entirely in memory"
         )
     with accelerator.main_process_first():
         if is_main:

@@ -368,7 +368,9 @@ class Trainer:
             batches = self._data_loader(chats)
             losses = HeadLosses(head, self.config)
             metrics: dict[str, Any] = validation_losses(losses, self.target, batches)
-            prompts = validation_prompts(batches, MAX_DECODED_PROMPTS)
+            prompts = validation_prompts(
+                self.data, self.held_out, MAX_DECODED_PROMPTS, self.target.stable_length
+            )
             # Compiled layers would be recompiled for the many shapes that decoding uses.
             with torch.compiler.set_stance("force_eager"):
                 metrics |= decode_validation(head, self.target, prompts)

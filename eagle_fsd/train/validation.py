@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.probe import DivergenceProbe, ProbeRecord
 from eagle_fsd.model.target import Target
-from eagle_fsd.train.dataset import TrainingBatch
+from eagle_fsd.train.dataset import Example, TrainingBatch
 from eagle_fsd.train.features import batch_features
 from eagle_fsd.train.heads import split_features, training_states
 from eagle_fsd.train.losses import HeadLosses
@@ -41,21 +43,21 @@ def validation_losses(
     return {name: value / max(1, positions) for name, value in sums.items()}
 
 
-def validation_prompts(batches: Iterable[TrainingBatch], count: int) -> list[Tensor]:
-    """Return the ``[S]`` prompts before the first assistant turns of at most ``count`` chats."""
-    prompts: list[Tensor] = []
-    for batch in batches:
-        for ids, mask in zip(batch.ids, batch.assistant_mask, strict=True):
-            length = int(mask.int().argmax())
-            if length > 0:
-                prompts.append(ids[:length])
-            if len(prompts) == count:
-                return prompts
-    return prompts
+def validation_prompts(
+    data: Dataset[Example], chats: Sequence[int], count: int, max_length: int
+) -> list[Tensor]:
+    """Return the ``[S]`` prompts before the first assistant turns of at most ``count`` chats.
+
+    Prompts whose answers could exceed ``max_length`` tokens are left out.
+    """
+    examples = (item for item in map(data.__getitem__, chats) if any(item.assistant_mask))
+    prompts = (torch.tensor(item.ids[: item.assistant_mask.index(True)]) for item in examples)
+    fitting = (item for item in prompts if 0 < len(item) <= max_length - MAX_NEW_TOKENS)
+    return list(islice(fitting, count))
 
 
 def can_decode(target: Target) -> bool:
-    """Whether all layers of the target are loaded; training on stored features leaves them out."""
+    """Whether all weights of the target are in memory, neither left out nor offloaded."""
     return not any(parameter.is_meta for parameter in target.model.parameters())
 
 

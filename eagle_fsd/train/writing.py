@@ -154,7 +154,7 @@ class LocalWriter:
         """Return the request of a turn; None if the context has no room for two tokens."""
         adds = self.loaded.chat_template.adds_special_tokens
         ids = self.loaded.tokenizer(turn.prompt, add_special_tokens=adds).input_ids
-        room = self.model.target.context_length - len(ids)
+        room = self.model.target.stable_length - len(ids)
         if room < 2:
             return None
         ends, criteria = self._ends(turn.stop)

@@ -32,7 +32,7 @@ from eagle_fsd.train.loaded_target import check_device_map
 from eagle_fsd.train.validation import can_decode
 from eagle_fsd.utils.options import OptionsError
 
-NO_TAU = "validation reports losses and no tau, because the target's layers are not loaded"
+NO_TAU = "validation reports losses and no tau, because the target is not entirely in memory"
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ from trainings import (
     train_here,
     write_chats,
     write_half,
+    write_target,
 )
 
 from eagle_fsd import EagleFSD, EagleHead, OptionsError
@@ -35,13 +36,18 @@ from eagle_fsd.model.checkpoint import save_head
 from eagle_fsd.model.config import TargetOptions
 from eagle_fsd.model.loading import load_target
 from eagle_fsd.model.target import Target
+from eagle_fsd.train.config import RegenerateConfig, RegenerateRequest
 from eagle_fsd.train.dataset import split_validation
 from eagle_fsd.train.loaded_target import LoadedTarget
+from eagle_fsd.train.regenerate import regenerate
 from eagle_fsd.train.trainer import Trainer
 from eagle_fsd.train.training_folder import TrainingError, TrainingFolder
+from eagle_fsd.utils.chat_templates import encode_prompt
 
 #: Options of the uninterrupted training, which has validations.
 VALIDATED = {"validation": 1, "validate_every": 5}
+#: A RoPE whose frequencies depend on the length beyond the original one.
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 #: Options of a training on batches of tokens.
 TOKENS = {"tokens_per_batch": 200, "max_length": 128}
 
@@ -117,6 +123,29 @@ def test_training_starts_from_a_head(
     assert read_losses(second).isfinite().all()
     with pytest.raises(ValueError, match=r"cannot be resumed: head was .*first', is None"):
         train_here(data, second, target, resume=True, **no_updates)
+
+
+def test_chats_are_truncated_where_attention_changes(
+    tmp_path: Path,
+) -> None:
+    """Prompts that leave no room for an answer are not decoded, and answers end there."""
+    rope = {**DYNAMIC, "original_max_position_embeddings": 128}
+    target = write_target(tmp_path / "target", max_position_embeddings=512, rope_parameters=rope)
+    loaded = LoadedTarget.load(TargetOptions(target=target))
+    chat, length = [{"role": "user", "content": "one"}], 0
+    while length < 124:
+        chat[0]["content"] += " one"
+        length = encode_prompt(chat, loaded.tokenizer, loaded.chat_template).shape[1]
+    chat += [{"role": "assistant", "content": "Two, three, four, five, six, seven."}]
+    file, out = tmp_path / "chats.jsonl", tmp_path / "rewritten.jsonl"
+    file.write_text(f"{json.dumps({'messages': chat})}\n" * 10)
+    head = train_here(file, tmp_path / "out", target, max_length=512, max_steps=1, validation=1)
+    assert json.loads((head / "recipe.json").read_text())["data"]["max_length"] == 128
+    (validation,) = read_metrics(head, "validation")
+    assert validation["tau"] is None
+    request = RegenerateRequest(data=file, out=out, target=target)
+    regenerate(request, RegenerateConfig(max_new_tokens=6))
+    assert len(out.read_text().splitlines()) == 10
 
 
 # -- interruptions ---------------------------------------------------------------------------------
