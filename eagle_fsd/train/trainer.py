@@ -185,7 +185,7 @@ class Trainer:
                     head = self.copy_head(torch.float32)
                     if self.accelerator.is_main_process and not is_last:
                         self.on_checkpoint(head)
-                if stopping:
+                if stopping and not is_last:
                     raise KeyboardInterrupt
         return self.copy_head(torch.float32)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,19 @@ def test_checkpoint_saves_a_usable_head(
     assert not (out / "features").exists()
     assert read_losses(out).tolist() == pytest.approx(read_losses(uninterrupted).tolist(), rel=0.1)
     assert read_metrics(out, "validation")[-1]["tau"] >= 1
+
+
+def test_interrupted_last_step_completes_the_training(
+    train: Train, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Trainer._train_step
+
+    def interrupted(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return step(*arguments)
+
+    replace_call(monkeypatch, Trainer, "_train_step", 12, interrupted)
+    assert same_weights(read_weights(train(**VALIDATED)), read_weights(uninterrupted))
 
 
 # -- failures --------------------------------------------------------------------------------------
