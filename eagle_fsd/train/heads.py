@@ -24,6 +24,7 @@ from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.eagle3_checkpoint import is_eagle3, load_eagle3, save_eagle3
 from eagle_fsd.model.target import LAST, Target
 from eagle_fsd.train.config import EAGLE3_FLAGS, HeadType, TrainConfig
+from eagle_fsd.utils.options import OptionsError
 
 
 def new_head(config: TrainConfig, target: Target, token_ids: Tensor | None = None) -> DraftHead:
@@ -106,6 +107,17 @@ def load_for_training(
         raise CheckpointError(f"{path} is not a head of type {head_type}; see --head-type")
     load = load_eagle3 if head_type == "eagle3" else load_head
     return load(path, target, torch.float32, token)
+
+
+def check_kept(head: DraftHead, config: TrainConfig) -> None:
+    """Raise OptionsError for options that contradict the head to start from."""
+    own = {"bias": head.fc.bias is not None, "draft_vocab_size": head.vocab_size}
+    if isinstance(head, Eagle3Head):
+        own |= {name: getattr(head.flags, name) for name in EAGLE3_FLAGS}
+    for name, value in own.items():
+        given = getattr(config, name)
+        if given and given != value:
+            raise OptionsError(f"{name} must be that of --head, {value}; got {given}")
 
 
 def save_trained(

@@ -18,7 +18,13 @@ from eagle_fsd.train.config import TrainConfig, TrainRequest
 from eagle_fsd.train.curves import CURVES_FILE, draw_curves
 from eagle_fsd.train.dataset import ChatDataset, check_contribution, split_validation
 from eagle_fsd.train.feature_store import FeatureStore, write_features
-from eagle_fsd.train.heads import head_reads, load_for_training, save_trained, training_states
+from eagle_fsd.train.heads import (
+    check_kept,
+    head_reads,
+    load_for_training,
+    save_trained,
+    training_states,
+)
 from eagle_fsd.train.loaded_target import (
     LoadedTarget,
     check_device_map,
@@ -95,6 +101,7 @@ def train(
     head = None
     if request.head is not None:
         head = load_for_training(request.head, config.head_type, target, token)
+        check_kept(head, config)
     states = training_states(head_reads(config.head_type, target) if head is None else head.reads)
     data: ChatDataset | FeatureStore
     if loaded is None:

@@ -279,9 +279,11 @@ def test_training_starts_from_a_head(train: Train, target: Path) -> None:
     options = {**EAGLE3, "max_steps": 2, "lr": 0.0}
     variants = {"draft_vocab_size": 100, "norm_before_residual": True}
     first = train("first", **options, **variants)
-    second = train("second", head=first, **options)
+    second = train("second", head=first, **{**options, "draft_vocab_size": None})
     assert same_weights(read_weights(second), read_weights(first))
     assert load_eagle3(second, Target(load_target(target))).flags.norm_before_residual
+    with pytest.raises(OptionsError, match="fc_norm must be that of --head, False; got True"):
+        train("third", head=first, **{**options, "draft_vocab_size": 100, "fc_norm": True})
     with pytest.raises(CheckpointError, match="first is not a head of type eagle; see --head-type"):
         train("third", head=first, max_steps=2)
 

@@ -122,6 +122,8 @@ def test_training_starts_from_a_head(
     assert same_weights(read_weights(second), read_weights(tmp_path / "first"))
     assert {"fc.bias", "embed_tokens.weight"} <= read_weights(second).keys()
     assert read_losses(second).isfinite().all()
+    with pytest.raises(OptionsError, match="draft_vocab_size must be that of --head, 1024; got 9"):
+        train("third", head=second, draft_vocab_size=9)
     with pytest.raises(ValueError, match=r"cannot be resumed: head was .*first', is None"):
         train_here(data, second, target, resume=True, **no_updates)
 
