@@ -105,8 +105,9 @@ def train(
     states = training_states(head_reads(config.head_type, target) if head is None else head.reads)
     data: ChatDataset | FeatureStore
     if loaded is None:
-        data = _open_features(request, config, states)
+        data = _open_features(request, config, states, length)
         fingerprint = data.fingerprint
+        config = config.updated(max_length=fingerprint["max_length"])
     else:
         data, fingerprint = _open_chats(request, config, loaded, progress)
     chats, _ = split_validation(len(data), config.validation, config.seed)
@@ -186,7 +187,7 @@ def make_accelerator(out: str | Path, cpu: bool = False) -> Accelerator:
 
 
 def _open_features(
-    request: TrainRequest, config: TrainConfig, states: Sequence[int]
+    request: TrainRequest, config: TrainConfig, states: Sequence[int], length: int
 ) -> FeatureStore:
     """Return the stored features, or raise ValueError if the head cannot be trained on them."""
     assert request.features is not None
@@ -200,6 +201,14 @@ def _open_features(
         raise ValueError(
             f"{request.features} holds the hidden states {fingerprint['states']}, not"
             f" {list(states)}; run eagle-fsd train features --head-type {config.head_type}"
+        )
+    max_length, template = fingerprint["max_length"], fingerprint["template"]
+    if "max_length" in config.model_fields_set and length != max_length:
+        raise OptionsError(f"max_length must be that of --features, {max_length}; got {length}")
+    if request.chat_template not in (None, template):
+        raise OptionsError(
+            f"--conv-template must be that of --features, {template or 'the tokenizer'}; got"
+            f" {request.chat_template}"
         )
     return store
 

@@ -28,6 +28,15 @@ def test_stored_features_can_be_trained_on(
     arguments = without_option(command(data, tmp_path / "out", target, max_steps=2), "--data")
     succeed(*arguments, "--features", folder)
     assert len(read_losses(tmp_path / "out")) == 2
+    for option, value, stored in (
+        ("--max-length", "32", "max_length must be that of --features, 64; got 32"),
+        ("--conv-template", "vicuna_v1.1", "must be that of --features, the tokenizer; got vicuna"),
+    ):
+        status, _, errors = run(*arguments, "--overwrite", "--features", folder, option, value)
+        assert (status, stored in errors) == (2, True), errors
+    succeed(*without_option(arguments, "--max-length"), "--overwrite", "--features", folder)
+    recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())
+    assert recipe["recipe"]["max_length"] == 64
     for option, value, difference in (
         ("--max-length", 32, "max_length is 64 there, 32 here"),
         ("--dtype", "bfloat16", "dtype is 'float32' there, 'bfloat16' here"),
@@ -80,15 +89,15 @@ def test_invalid_arguments_are_reported_in_one_line(
     assert run("train", "features", *source, "--out", features)[0] == 0
     no_loss = "no token of the 10 chats contributes to the loss: 10 are truncated before an answer"
     given = command(data, out, target)
-    no_data = without_option(given, "--data")
+    stored = (*without_option(given, "--data"), "--max-length", "8")
     for arguments, status, words in (
         ([*given, "--conv-template", "vicuna9"], 1, ("vicuna9", "vicuna_v1.1")),
         ([*given, "--target", "/no/such/target"], 1, ("/no/such/target",)),
         ([*given, "--data", __file__], 1, ("no valid chat", "line 1")),
-        ([*no_data, "--features", str(tmp_path)], 1, ("index.json",)),
+        ([*stored, "--features", str(tmp_path)], 1, ("index.json",)),
         ([*given, "--head", str(BUNDLED_HEAD)], 1, ("another target",)),
         ([*given, "--max-length", "8"], 1, (no_loss,)),
-        ([*no_data, "--features", str(features)], 1, (no_loss,)),
+        ([*stored, "--features", str(features)], 1, (no_loss,)),
     ):
         errors = refused(*arguments, status=status)
         assert all(word in errors for word in words), errors
