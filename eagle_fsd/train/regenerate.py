@@ -169,6 +169,7 @@ def rewrite_chats(
     out: str | Path,
     config: RegenerateConfig | None = None,
     progress: Progress | None = None,
+    overwrite: bool = False,
 ) -> ChatFile:
     """Rewrite chats, resuming an interrupted run.
 
@@ -177,8 +178,9 @@ def rewrite_chats(
     completion, and several processes write to files of their own, ``OUT.part0`` and so on.
     ``OUT.meta.json`` holds the fingerprint of the chats and the options.
 
-    Raises ValueError if the output was written from other chats or options, or if a server fails or
-    rejects the first :data:`TRIAL_CHATS` chats, and KeyboardInterrupt if a signal stopped it.
+    Raises ValueError if the output was written from other chats or options, unless ``overwrite`` is
+    set, or if a server fails or rejects the first :data:`TRIAL_CHATS` chats, and KeyboardInterrupt
+    if a signal stopped it.
     """
     config, out, template = config or RegenerateConfig(), Path(out), None
     state = PartialState()
@@ -189,7 +191,8 @@ def rewrite_chats(
     else:
         source = {"data": str(chats.path), "bytes": chats.path.stat().st_size, **writer.fingerprint}
     if process == 0:
-        prepare_output(out, {**source, **config.model_dump(exclude={"batch_size"})})
+        options = config.model_dump(exclude={"batch_size"})
+        prepare_output(out, {**source, **options}, overwrite)
     state.wait_for_everyone()
     done = read_lines(out).keys()
     state.wait_for_everyone()  # until all have read what there is, before it changes

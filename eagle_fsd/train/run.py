@@ -224,6 +224,7 @@ def _open_chats(
         with progress("reading") as report:
             chats = loaded.open_chats(request.data, progress=report).file
         with progress("rewriting") as report:
-            rewrite_chats(LocalWriter(loaded), chats, path, progress=report)
+            writer = LocalWriter(loaded)
+            rewrite_chats(writer, chats, path, progress=report, overwrite=request.overwrite)
     with progress("reading") as report:
         return loaded.open_chats(path, length, report), loaded.fingerprint(path, length)

@@ -269,18 +269,25 @@ def refuse_local_options(request: TargetOptions, *names: str) -> None:
 # -- the output ------------------------------------------------------------------------------------
 
 
-def prepare_output(out: Path, fingerprint: dict[str, Any]) -> None:
-    """Write the fingerprint, or check it against an earlier run's and delete partial lines."""
+def prepare_output(out: Path, fingerprint: dict[str, Any], overwrite: bool = False) -> None:
+    """Write the fingerprint, or check it against an earlier run's and delete partial lines.
+
+    ``overwrite`` deletes what was written from other chats or options.
+    """
     file = out.with_name(out.name + ".meta.json")
-    if not output_files(out):
-        atomic_write(file, json.dumps(fingerprint, indent=2) + "\n")
-        return
     before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     before.pop("batch_size", None)  # of earlier versions
-    if {**_LATER_OPTIONS, **before} != fingerprint:
-        raise ValueError(f"{out} was written from other chats or options; choose another file")
+    if before and "dtype" in fingerprint:
+        before.setdefault("dtype", fingerprint["dtype"])  # absent in earlier versions
+    same = {**_LATER_OPTIONS, **before} == fingerprint
     for written in output_files(out):
-        truncate_partial_line(written)
+        if same:
+            truncate_partial_line(written)
+        elif overwrite:
+            written.unlink()
+        else:
+            raise ValueError(f"{out} was written from other chats or options; choose another file")
+    atomic_write(file, json.dumps(fingerprint, indent=2) + "\n")
 
 
 def output_files(out: Path) -> list[Path]:

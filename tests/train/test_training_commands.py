@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainings import Train, command, read_losses, train_here, without_option
+from trainings import Train, command, read_losses, train_here, without_option, write_chats
 
 from eagle_fsd.bundled import BUNDLED_HEAD
 from eagle_fsd.train.chat_file import ChatFile
@@ -60,6 +60,9 @@ def test_rewritten_chats_can_be_trained_on(
     assert len(rewritten.read_text().splitlines()) == 10
     assert json.loads((out / "recipe.json").read_text())["data"]["data"] == str(rewritten)
     assert len(read_losses(out)) == 2
+    others = write_chats(tmp_path / "others.jsonl", 4)
+    succeed(*command(others, out, target, "--regenerate", "--overwrite", max_steps=2))
+    assert len(rewritten.read_text().splitlines()) == 4
 
 
 def test_trained_head_is_exported(
