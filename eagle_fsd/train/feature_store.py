@@ -59,7 +59,7 @@ class FeatureStore(Dataset[Example]):
 
     In an incomplete store, chats may be missing between others. Raises ValueError if the folder
     holds no features, or features with another ``fingerprint``: that of
-    :meth:`LoadedTarget.fingerprint` with ``states`` and the target's ``dtype``.
+    :meth:`LoadedTarget.fingerprint` with ``states``.
     """
 
     def __init__(self, folder: str | Path, fingerprint: dict[str, Any] | None = None) -> None:
@@ -196,8 +196,7 @@ def write_features(
     """
     state, folder = PartialState(), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    dtype = str(target.dtype).removeprefix("torch.")
-    fingerprint = {**fingerprint, "states": list(states), "dtype": dtype}
+    fingerprint = {**fingerprint, "states": list(states)}
     shards: list[dict[str, Any]] = []
     if (folder / INDEX_FILE).exists():
         shards = FeatureStore(folder, fingerprint).shards

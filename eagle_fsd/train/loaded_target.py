@@ -89,6 +89,7 @@ class LoadedTarget:
             "target": self.name,
             "template": self.chat_template_name,
             "max_length": self._clamp_length(max_length),
+            "dtype": str(self.target.dtype).removeprefix("torch."),
         }
 
     def _clamp_length(self, max_length: int | None) -> int:

@@ -130,6 +130,10 @@ def test_output_of_other_options_is_rejected(
     (tmp_path / "chats.jsonl.part1").rename(out)
     fingerprint = json.loads(Path(f"{uninterrupted}.meta.json").read_text())
     del fingerprint["top_p"], fingerprint["top_k"]
+    meta.write_text(json.dumps({**fingerprint, "dtype": "float16"}))
+    with pytest.raises(ValueError, match=OTHERS):
+        rewrite(out)
+    del fingerprint["dtype"]
     meta.write_text(json.dumps({**fingerprint, "batch_size": 5}))
     for change in ({"seed": 5}, {"temperature": 0.0}, {"top_p": 0.9}):
         with pytest.raises(ValueError, match=OTHERS):

@@ -148,12 +148,17 @@ def test_training_is_not_resumed_with_other_options_or_data(
     before = read_weights(out)
     with pytest.raises(ValueError, match=r"cannot be resumed: .*epochs was 20, is 3; lr was 0.001"):
         train(max_steps=4, resume=True, lr=0.5, epochs=3)
+    with pytest.raises(ValueError, match="cannot be resumed: dtype was 'float32', is 'bfloat16'"):
+        train(max_steps=4, resume=True, dtype="bfloat16")
     shorter = tmp_path / "chats.jsonl"
     shorter.write_text("".join(data.read_text().splitlines(keepends=True)[:5]))
     with pytest.raises(ValueError, match=r"cannot be resumed: .*bytes was"):
         train_here(shorter, out, target, max_steps=4, resume=True)
     assert same_weights(read_weights(out), before)
     shutil.rmtree(out / "checkpoints" / "step-4")
+    recipe = json.loads((out / "recipe.json").read_text())  # as earlier versions wrote it
+    del recipe["recipe"]["norm_before_residual"], recipe["data"]["dtype"]
+    (out / "recipe.json").write_text(json.dumps(recipe))
     changes = {"checkpoint_every": 1, "log_every": 2, "workers": 1, "validate_every": 7}
     train(max_steps=4, resume=True, **changes)
     assert same_weights(read_weights(out), before)
@@ -191,6 +196,7 @@ def test_existing_folders_are_kept(
         "target": str(target),
         "template": None,
         "max_length": 64,
+        "dtype": "float32",
         "head": None,
     }
     errors = refused(*command(data, out, target, seed=3, max_steps=2))
