@@ -324,6 +324,8 @@ class RegenerateServer(Options):
     def _check_model(self) -> RegenerateServer:
         if (self.base_url is None) != (self.model is None):
             raise ValueError("--base-url and --model require each other")
+        if self.base_url is None and (given := self.model_fields_set - {"base_url", "model"}):
+            raise ValueError(f"--{min(given).replace('_', '-')} requires --base-url")
         return self
 
 

@@ -190,8 +190,8 @@ class ServerWriter:
         assert server.model is not None  # RegenerateServer requires both or neither
         url, model = server.base_url, server.model
         key = os.environ.get(server.api_key_env)
-        if key is None and "api_key_env" in server.model_fields_set:
-            raise OptionsError(f"the environment variable {server.api_key_env} is not set")
+        if not key and "api_key_env" in server.model_fields_set:
+            raise OptionsError(f"the environment variable {server.api_key_env} is not set or empty")
         self.endpoint = Endpoint(
             url, model, api_key=key, timeout=server.timeout, retries=server.retries
         )

@@ -203,8 +203,11 @@ def test_tool_calls_and_results_are_context(rewrite: ServerRewriting, tmp_path: 
 def test_key_comes_from_the_environment_and_is_not_stored(
     rewrite: ServerRewriting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(OptionsError, match="environment variable OTHER_KEY is not set"):
-        rewrite(api_key_env="OTHER_KEY")
+    for setting in (None, ""):
+        if setting is not None:
+            monkeypatch.setenv("OTHER_KEY", setting)
+        with pytest.raises(OptionsError, match="variable OTHER_KEY is not set or empty"):
+            rewrite(api_key_env="OTHER_KEY")
     monkeypatch.setenv("OTHER_KEY", KEY)
     rewrite(api_key_env="OTHER_KEY")
     assert set(rewrite.stub.keys) == {f"Bearer {KEY}"}
@@ -223,6 +226,8 @@ def test_options_that_exclude_each_other(
     for options in ({"base_url": "http://x/v1"}, {"model": "x"}):
         with pytest.raises(ValueError, match="--base-url and --model require each other"):
             RegenerateServer(**options)
+    with pytest.raises(ValueError, match="--api-key-env requires --base-url"):
+        RegenerateServer(api_key_env="X", retries=2)
     server, out = RegenerateServer(base_url="http://x/v1", model=MODEL), tmp_path / "out.jsonl"
     for option in ("target", "dtype", "chat_template", "device_map"):
         given = RegenerateRequest(data=data, out=out, **{option: "x"})
