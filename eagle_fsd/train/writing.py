@@ -262,8 +262,10 @@ class ServerWriter:
 
 def refuse_local_options(request: TargetOptions, *names: str) -> None:
     """Raise OptionsError for options of a loaded target, which a server replaces."""
-    if given := [name.replace("_", " ") for name in names if getattr(request, name) is not None]:
-        raise OptionsError(f"--base-url uses a server's target and takes no {', '.join(given)}")
+    spelled = {name: f"--{name.replace('_', '-')}" for name in names}
+    spelled["chat_template"] = "--conv-template"
+    if given := [spelled[name] for name in names if getattr(request, name) is not None]:
+        raise OptionsError(f"--base-url uses a server's target and excludes {', '.join(given)}")
 
 
 # -- the output ------------------------------------------------------------------------------------

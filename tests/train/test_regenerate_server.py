@@ -229,9 +229,14 @@ def test_options_that_exclude_each_other(
     with pytest.raises(ValueError, match="--api-key-env requires --base-url"):
         RegenerateServer(api_key_env="X", retries=2)
     server, out = RegenerateServer(base_url="http://x/v1", model=MODEL), tmp_path / "out.jsonl"
-    for option in ("target", "dtype", "chat_template", "device_map"):
+    for option, name in (
+        ("target", "target"),
+        ("dtype", "dtype"),
+        ("chat_template", "conv-template"),
+        ("device_map", "device-map"),
+    ):
         given = RegenerateRequest(data=data, out=out, **{option: "x"})
-        with pytest.raises(OptionsError, match=f"takes no {option.replace('_', ' ')}"):
+        with pytest.raises(OptionsError, match=f"target and excludes --{name}"):
             regenerate(given, server=server)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(OptionsError, match="--base-url requires a single process"):
