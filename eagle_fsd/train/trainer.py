@@ -43,6 +43,7 @@ from eagle_fsd.train.heads import empty_copy, new_head, split_features, training
 from eagle_fsd.train.losses import HeadLosses
 from eagle_fsd.train.training_folder import TrainingError, TrainingFolder
 from eagle_fsd.train.validation import decode_validation, validation_losses, validation_prompts
+from eagle_fsd.utils.errors import is_out_of_memory
 from eagle_fsd.utils.progress import ProgressFactory, no_progress
 from eagle_fsd.utils.signals import StopSignals, interrupt_on_second_signal
 
@@ -235,7 +236,9 @@ class Trainer:
                     self.optimizer.zero_grad()
                 for name, value in losses.items():
                     sums[name] = sums.get(name, 0.0) + value.detach()
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             self._fail(
                 "out of memory; lower batch_size or tokens_per_batch (and raise accumulate"
                 " accordingly), or max_length",

@@ -257,6 +257,9 @@ def test_failed_step_keeps_the_last_checkpoint(
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate a lot")
 
+    def fail_on_cpu(*_: Any) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
     original = Accelerator.clip_grad_norm_
 
     def overflow(*arguments: Any) -> Any:  # in a step whose loss is finite
@@ -267,6 +270,7 @@ def test_failed_step_keeps_the_last_checkpoint(
         "loss": (Trainer, "_compute_losses", 8, diverge, "the loss is not finite", 6),
         "gradient": (Accelerator, "clip_grad_norm_", 6, overflow, "the loss is not finite", 3),
         "memory": (Trainer, "_compute_losses", 5, fail, advice, 3),
+        "cpu": (Trainer, "_compute_losses", 5, fail_on_cpu, advice, 3),
     }
     for name, (owner, method, step, replacement, reason, kept) in failures.items():
         with pytest.MonkeyPatch.context() as patch:
