@@ -194,7 +194,7 @@ def rewrite_chats(
         options = config.model_dump(exclude={"batch_size"})
         prepare_output(out, {**source, **options}, overwrite)
     state.wait_for_everyone()
-    done = read_lines(out).keys()
+    done = set(read_lines(out))  # without the messages
     state.wait_for_everyone()  # until all have read what there is, before it changes
     part = out if processes == 1 else out.with_name(f"{out.name}.part{process}")
     script, count = Rewriting(chats, config, template), len(done)

@@ -67,6 +67,8 @@ def train(
     config = config or TrainConfig()
     accelerator = accelerator or make_accelerator(request.out, cpu=request.device_map == "cpu")
     is_main = accelerator.is_main_process
+    if accelerator.mixed_precision == "fp16":  # its first losses overflow, to find a scale
+        raise OptionsError("mixed precision must be bf16 or no; got fp16")
     if request.regenerate and accelerator.num_processes > 1:
         raise OptionsError(
             "--regenerate requires a single process; run eagle-fsd train regenerate first"
@@ -177,7 +179,7 @@ def make_accelerator(out: str | Path, cpu: bool = False) -> Accelerator:
     precision = None
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:
         if not cpu and torch.cuda.is_available():
-            capable = torch.cuda.is_bf16_supported()
+            capable = torch.cuda.is_bf16_supported(including_emulation=False)
         else:
             capable = fastest_dtype() is not None
         precision = "bf16" if capable else "no"

@@ -120,7 +120,7 @@ class TrainingFolder:
             wait()
             accelerator.save_state(str(temporary))
             wait()
-            if is_main and not complete.exists():
+            if is_main:
                 temporary.replace(complete)
         except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)

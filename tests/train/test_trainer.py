@@ -316,6 +316,12 @@ def test_full_disk_keeps_the_last_checkpoint(train: Train, tmp_path: Path) -> No
     assert checkpoints(train(name, resume=True)) == ["step-12", "step-9"]
 
 
+def test_scaled_losses_are_refused(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Accelerator, "mixed_precision", "fp16")
+    with pytest.raises(OptionsError, match="mixed precision must be bf16 or no; got fp16"):
+        train()
+
+
 # -- equivalent trainings --------------------------------------------------------------------------
 
 
