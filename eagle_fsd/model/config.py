@@ -169,6 +169,7 @@ class AcceptanceConfig(Options):
     exact_first: int = Field(
         default=0,
         ge=0,
+        le=1_048_576,
         description="Number of tokens at the beginning of an answer that are decoded exactly.",
     )
     rule: RuleName = Field(

@@ -21,6 +21,7 @@ from api_servers import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
+    ENDLESS,
     HELLO,
     NAME,
     TIMEOUT,
@@ -275,6 +276,25 @@ def test_hostile_values(target: Target) -> None:
         response = send(target, route, {**VALID[route], **changes})
         assert response.status_code == status, response.text
         assert text in response.text
+
+
+def test_extreme_numbers_leave_other_answers_alone(target: Target) -> None:
+    """Numbers beyond those of a tensor are refused while another client's answer is decoded."""
+    body = {**VALID[CHAT], **ENDLESS, "stream": True, "max_tokens": 1900}
+    names = [
+        name for name, field in AcceptanceConfig.model_fields.items() if field.annotation is int
+    ]
+    assert "exact_first" in names
+    with target.api.http.stream("POST", CHAT, json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        for name in names:
+            changes = {"fsd": {"threshold": 0.2, name: 10**30}}
+            response = send(target, CHAT, {**VALID[CHAT], **changes})
+            assert response.status_code == 400
+            assert f"{name} must be" in response.text
+        for line in (next(lines) for _ in range(10)):
+            assert "error" not in line
 
 
 def send_raw(target: Target, route: str, rest: bytes, method: str = "POST") -> str:

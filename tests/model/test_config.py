@@ -37,7 +37,7 @@ RANGES: dict[type, dict[str, str]] = {
         "divergence_on": "one of raw, warped",
         "price": "a finite number of at least 0",
         "max_fuzzy_nats": "a number of at least 0",
-        "exact_first": "an integer of at least 0",
+        "exact_first": "an integer in [0, 1048576]",
         "rule": f"one of {', '.join(('fsd', *RULES))}",
     },
     SamplingConfig: {
