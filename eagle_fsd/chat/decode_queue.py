@@ -229,7 +229,7 @@ class DecodeQueue:
     @property
     def alive(self) -> bool:
         """Whether requests are being decoded, or would be."""
-        return self._thread.is_alive() and not (self._closed or self.failed or self.stalled)
+        return not (self._closed or self.failed or self.stalled)
 
     @property
     def ready(self) -> bool:
@@ -238,8 +238,8 @@ class DecodeQueue:
 
     @property
     def failed(self) -> bool:
-        """Whether decoding has failed too often in a row to accept further requests."""
-        return self._failures >= MAX_FAILURES
+        """Whether decoding has failed too often in a row, or its thread has ended."""
+        return self._failures >= MAX_FAILURES or not (self._thread.is_alive() or self._closed)
 
     @property
     def stalled(self) -> bool:
@@ -344,10 +344,13 @@ class DecodeQueue:
 
     def _run(self) -> None:
         while self._wait():
-            self._remove_cancelled()
-            self._run_call()
-            self._fill()
-            self._step()
+            try:
+                self._remove_cancelled()
+                self._run_call()
+                self._fill()
+                self._step()
+            except Exception as error:  # any error: the next requests must be served
+                self._restart(error)
         self._remove_cancelled()
 
     def _wait(self) -> bool:
@@ -405,7 +408,7 @@ class DecodeQueue:
         try:
             answer = ChatAnswer(self.model, job.request)
             self._rows[answer.join(self._batch)] = _Row(job, answer)
-        except Exception as error:  # of any kind: the others go on
+        except Exception as error:  # any error: other requests continue
             log.exception("a request failed")
             self._count_failure(error)
             self._fail(job, error)
@@ -423,15 +426,6 @@ class DecodeQueue:
         try:
             found = self._batch.step()
             self._failures = 0
-        except Exception as error:  # of any kind: the next requests must be served
-            log.exception("%d requests failed", len(self._rows))
-            self._count_failure(error)
-            self._batch = self.model.batch(self.max_batch)
-            jobs = [row.job for row in self._rows.values()]
-            self._rows.clear()
-            for job in jobs:
-                self._fail(job, error)
-            return
         finally:
             self._working_since = None
         if found:
@@ -439,6 +433,16 @@ class DecodeQueue:
             self.observer.step_finished(seconds, len(found), tokens)
         for answer, chunk in found:
             self._publish(answer, chunk)
+
+    def _restart(self, error: Exception) -> None:
+        """End all requests that are being decoded with an error, and start an empty batch."""
+        log.exception("%d requests failed", len(self._rows))
+        self._count_failure(error)
+        self._batch = self.model.batch(self.max_batch)
+        jobs = [row.job for row in self._rows.values()]
+        self._rows.clear()
+        for job in jobs:
+            self._fail(job, error)
 
     def _publish(self, decoded: Answer, chunk: StreamChunk) -> None:
         """Send the tokens of a row to its client."""
@@ -448,7 +452,7 @@ class DecodeQueue:
             if decoded.error is not None:
                 raise decoded.error
             pieces = answer.push(chunk)
-        except Exception as error:  # of any kind: the others go on
+        except Exception as error:  # any error: other requests continue
             log.exception("a request failed")
             self._remove(decoded)
             self._fail(job, error)
@@ -477,9 +481,9 @@ class DecodeQueue:
                 row.job.publish(None)
 
     def _remove(self, decoded: Answer) -> None:
-        """Free a row."""
-        del self._rows[decoded]
+        """Free a row; if that fails, the row stays for :meth:`_restart`."""
         self._batch.cancel(decoded)
+        del self._rows[decoded]
 
     def _fail(self, job: Job, error: Exception) -> None:
         """End a request that failed."""

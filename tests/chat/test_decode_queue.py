@@ -340,6 +340,42 @@ def test_failed_step_ends_all_running_requests(
     assert recorder.finished == ["failed"] * 2 * MAX_FAILURES + ["ended"]
 
 
+def test_failure_in_removing_a_row_is_survived(
+    model: EagleFSD, queue: DecodeQueue, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device may report an error there; the queue fails if its thread ends nevertheless."""
+
+    cancel = Batch.cancel
+
+    def fail(*_: Any) -> None:
+        monkeypatch.setattr(Batch, "cancel", cancel)
+        raise RuntimeError("CUDA error")
+
+    async def work() -> None:
+        jobs = [queue.submit(request(model, **LONG)) for _ in range(2)]
+        answers = [job.updates() for job in jobs]
+        for answer in answers:
+            await anext(answer)
+        monkeypatch.setattr(Batch, "cancel", fail)
+        jobs[0].cancel()
+        for answer in answers:
+            with pytest.raises(DecodingError, match="decoding failed: CUDA error"):
+                async for _ in answer:
+                    pass
+        assert await text_of(queue.submit(request(model))) == reference(model)
+        monkeypatch.setattr(threading, "excepthook", lambda _: None)
+        monkeypatch.setattr(Batch, "step", fail)
+        monkeypatch.setattr(recorder, "request_finished", fail)
+        queue.submit(request(model))
+        while not queue.failed:
+            await asyncio.sleep(0.01)
+        with pytest.raises(QueueFullError, match="decoding has stopped"):
+            queue.submit(request(model))
+
+    run(work)
+    assert recorder.finished == ["failed", "failed", "ended"]
+
+
 def test_shortage_of_memory_passes(
     model: EagleFSD, queue: DecodeQueue, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
