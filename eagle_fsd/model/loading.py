@@ -44,6 +44,11 @@ DTYPES: dict[str, str | torch.dtype] = {
 #: Device maps that spread a model over the devices of the machine.
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
 
+#: Options of a target with which only Hugging Face itself finds files.
+OWN_SEARCH = {"cache_dir", "local_files_only", "revision"}
+#: Options of a target that its tokenizer is loaded with, too.
+TOKENIZER_OPTIONS = OWN_SEARCH | {"trust_remote_code"}
+
 #: Exceptions that transformers raises for files with unexpected content.
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError)
 
@@ -85,7 +90,7 @@ def load_target(
         options["quantization_config"] = quantization_config(quantize)
     try:
         source = str(name)
-        if not {"cache_dir", "local_files_only", "revision"} & options.keys():
+        if not OWN_SEARCH & options.keys():
             # Hugging Face would retry for minutes if the Hub cannot be reached.
             source = locate_model(name, options.get("token"))
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -212,13 +217,18 @@ def _checkpoint_keys(
     return found
 
 
-def load_tokenizer(name: str | Path, token: str | None = None) -> Tokenizer:
-    """Load a tokenizer that pads on the left, by default with its end-of-sequence token."""
+def load_tokenizer(name: str | Path, token: str | None = None, **options: Any) -> Tokenizer:
+    """Load a tokenizer that pads on the left, by default with its end-of-sequence token.
+
+    ``options`` are further ones of Hugging Face's ``from_pretrained``.
+    """
     try:
-        source = locate_model(name, token)
-        find_file(source, "tokenizer_config.json", token)  # as in load_target
+        source = str(name)
+        if not OWN_SEARCH & options.keys():
+            source = locate_model(name, token)
+            find_file(source, "tokenizer_config.json", token)  # as in load_target
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
-            source, token=token, padding_side="left"
+            source, token=token, padding_side="left", **options
         )
     except (*DAMAGED, SafetensorError, RuntimeError, ImportError) as error:
         raise LoadError(f"cannot load the tokenizer of {name}: {one_line(error)}") from error

@@ -44,7 +44,7 @@ from eagle_fsd.model.drafters.loading import WITHOUT_FILES, load_drafter
 from eagle_fsd.model.execution import ExecutionOptions
 from eagle_fsd.model.generation import Completion, GenerateOutput, Generation, decode_many
 from eagle_fsd.model.identity import warn_of_other_models
-from eagle_fsd.model.loading import load_target, load_tokenizer
+from eagle_fsd.model.loading import TOKENIZER_OPTIONS, load_target, load_tokenizer
 from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.model.request import (
     DecodeOptions,
@@ -119,7 +119,7 @@ class EagleFSD:
         self.capture = True
         self._pool = EnginePool()
         self._name: str | None = None
-        self._token: str | None = None
+        self._tokenizer_options: dict[str, Any] = {}
         if tokenizer is not None:
             self.tokenizer = tokenizer
 
@@ -212,7 +212,9 @@ class EagleFSD:
         elif draft_vocabulary is not None:
             raise TypeError("draft_vocabulary cannot be set on a drafter that is already loaded")
         model = cls(target, drafter)
-        model._name, model._token = name, token
+        model._name = name
+        own = {key: target_options[key] for key in TOKENIZER_OPTIONS if key in target_options}
+        model._tokenizer_options = {"token": token, **own}
         model.compile = compile
         model.configure(from_file)
         if draft_vocabulary is not None:  # settings do not say which one they were calibrated with
@@ -294,7 +296,7 @@ class EagleFSD:
         name = self._name or self.model.config._name_or_path
         if not name:
             raise ValueError("this target was not loaded from files; pass its tokenizer")
-        return load_tokenizer(name, self._token)
+        return load_tokenizer(name, **self._tokenizer_options)
 
     @property
     def eos_token_ids(self) -> list[int]:

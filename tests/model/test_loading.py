@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from eagle_fsd import EagleFSD
+from eagle_fsd import EagleFSD, NGramDrafter
 from eagle_fsd.model.loading import LoadError, load_embeddings, load_target, load_tokenizer
 from eagle_fsd.model.target import Target
 
@@ -270,6 +271,18 @@ def test_loading_option_for_a_loaded_target_raises(folder: Path) -> None:
         assert_raises(load, message, TypeError)
     misspelled = partial(EagleFSD.from_pretrained, folder, head, treshold=0.1)
     assert_raises(misspelled, "treshold", TypeError)
+
+
+def test_tokenizer_is_of_the_same_revision_and_cache_as_its_target(
+    folder: Path, tmp_path: Path
+) -> None:
+    repository, commit = tmp_path / "cache" / "models--some--target", "0" * 40
+    shutil.copytree(folder, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "v1").write_text(commit)
+    options = {"cache_dir": tmp_path / "cache", "revision": "v1", "local_files_only": True}
+    pair = EagleFSD.from_pretrained("some/target", NGramDrafter(), **options)
+    assert pair.tokenizer.eos_token_id == 5
 
 
 def test_tokenizer_without_a_padding_token_pads_with_its_end_token(folder: Path) -> None:
