@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-#: Least number of values of a weight, and largest number of tokens, for which packing pays.
+#: Minimum number of values of a weight, and maximum number of tokens, for which packing pays.
 MIN_VALUES, MAX_TOKENS = 2**19, 64
 #: Whether weights are packed on this machine.
 SUPPORTED = torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
@@ -72,7 +72,7 @@ def forget_changed() -> None:
     """Drop packed weights whose values were changed behind torch's back, as through ``.data``."""
     with _lock:
         for weight, packed in list(_packed.items()):
-            if not torch.equal(_sample(weight), packed.sample):
+            if not (packed.is_current(weight) and torch.equal(_sample(weight), packed.sample)):
                 del _packed[weight]
 
 

@@ -52,6 +52,9 @@ def test_changed_weights_are_packed_again(through_data: bool) -> None:
     torch.testing.assert_close(linear(x, weight), F.linear(x, weight), atol=1e-4, rtol=1e-5)
     weight.data = torch.randn(OUTPUTS, WIDTH)
     torch.testing.assert_close(linear(x, weight), F.linear(x, weight), atol=1e-4, rtol=1e-5)
+    weight.data = torch.randn(WIDTH, OUTPUTS).t()
+    forget_changed()
+    torch.testing.assert_close(linear(x, weight), F.linear(x, weight), atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.skipif(not SUPPORTED, reason="weights are packed on x86 CPUs only")
