@@ -48,10 +48,11 @@ EAGER_STEPS = 3
 #: Seconds after which a thread that traces passes yields to those that decode meanwhile, which wait
 #: for it at every operation.
 SWITCH_INTERVAL = 5e-5
-#: Eager decoding with one row after which passes are compiled in the background: about as long as
-#: compiling takes, so it costs at most as much as decoding has.
+#: Seconds of eager decoding with one row after which passes are compiled in the background: about
+#: as long as compiling takes, so it at most doubles the time.
 BACKGROUND_SECONDS = 60.0
-#: Fewest tokens among it; a single short answer does not pay on a slow machine, either.
+#: Minimum number of tokens in that time: on a slow machine, a single short answer does not justify
+#: compiling.
 BACKGROUND_TOKENS = 500
 
 
@@ -95,7 +96,7 @@ def forget_compiled(*modules: nn.Module) -> None:
 
 
 class _Compiled(Generic[Result]):
-    """A function, and what ``torch.compile`` makes of it with options of its own."""
+    """A function and its version compiled with given options of ``torch.compile``."""
 
     def __init__(
         self, function: Callable[..., Result], options: dict[str, Any] | None = None
@@ -124,7 +125,7 @@ class _Compiled(Generic[Result]):
     def run_existing(self, *arguments: Any) -> Result:
         """Call the version for these arguments, or the function itself if there is none."""
         # While torch traces in one thread, compiled functions cannot be called in others.
-        return (self._function if _tracing.is_set() else self._existing)(*arguments)
+        return (self._function if _tracing.locked() else self._existing)(*arguments)
 
 
 @cache
@@ -144,7 +145,7 @@ def compile_graph(
     options: dict[str, Any] | None = None,
     backend: str | Callable[..., Any] = "inductor",
 ) -> Callable[..., Result]:
-    """Call ``torch.compile``, or return the function itself without a compiler, which is logged."""
+    """Call ``torch.compile``; without a compiler, log a warning and return the function itself."""
     if backend == "inductor":
         missing = missing_compiler()
         if missing is not None:
@@ -189,7 +190,7 @@ class BackgroundCompiler:
 
     def has_compiled(self, module: nn.Module) -> bool:
         """Whether passes of a module have been compiled, and none are being compiled."""
-        return not _tracing.is_set() and bool(_versions.get(module, (None, {}))[1])
+        return not _tracing.locked() and bool(_versions.get(module, (None, {}))[1])
 
     def count(
         self, kind: Hashable, tokens: int, seconds: float, compile_steps: Callable[[], None]
@@ -202,16 +203,16 @@ class BackgroundCompiler:
             return
         before = self._decoded.pop(kind, (0, 0.0))
         now = before[0] + tokens, before[1] + seconds
-        if now[0] < BACKGROUND_TOKENS or now[1] < BACKGROUND_SECONDS or _tracing.is_set():
+        pays = now[0] >= BACKGROUND_TOKENS and now[1] >= BACKGROUND_SECONDS
+        missing = missing_compiler() if pays else None
+        if not pays or (missing is None and not _tracing.acquire(blocking=False)):
             self._decoded[kind] = now
             _drop_first(self._decoded, MAX_SEEN)
             return
         self._started.add(kind)
-        missing = missing_compiler()
         if missing is not None:
             _warn_once(f"not compiled: {missing}")
             return
-        _tracing.set()
         run = partial(self._run, compile_steps)
         self._thread = threading.Thread(target=run, name="compilation", daemon=True)
         self._thread.start()
@@ -234,7 +235,7 @@ class BackgroundCompiler:
             log.warning("not compiled: %s: %s", type(error).__name__, one_line(error))
         finally:
             sys.setswitchinterval(interval)
-            _tracing.clear()
+            _tracing.release()
 
 
 def _module_options(module: nn.Module) -> dict[str, Any]:
@@ -294,7 +295,7 @@ class StepGraphs:
         self,
         shapes: Hashable,
         step: Callable[[], Result],
-        eager: Callable[[], Result] | None = None,
+        eager: Callable[[], Result],
     ) -> Result:
         """Run a step on torch's current device, replayed from a graph where possible.
 
@@ -302,7 +303,6 @@ class StepGraphs:
         overwrites the result. ``eager`` is the same step for eager runs, which may do more on the
         host.
         """
-        eager = eager or step
         if self._failed or self._target in _not_capturable:
             return eager()
         found = self._graphs.pop(shapes, None)
@@ -369,8 +369,8 @@ class StepGraphs:
 _versions: weakref.WeakKeyDictionary[
     nn.Module, tuple[object, dict[Callable[..., Any], _Compiled[Any]]]
 ] = weakref.WeakKeyDictionary()
-#: Set while passes are compiled in the background. torch traces with state that threads share.
-_tracing = threading.Event()
+#: Held while passes are compiled in the background. torch traces with state that threads share.
+_tracing = threading.Lock()
 #: Models whose steps cannot be captured.
 _not_capturable: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 #: Graphs whose capture failed: torch's allocator of pinned memory may refer to them forever.

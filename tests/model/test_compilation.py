@@ -268,6 +268,32 @@ def test_background_compilation(
     assert compilation._versions[pair.model][1]
 
 
+def test_one_model_is_compiled_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both threads find that nothing is being compiled yet."""
+    begin, end, compiled = threading.Barrier(2), threading.Event(), []
+    compilers = [compilation.BackgroundCompiler() for _ in range(2)]
+
+    def nothing_is_missing() -> None:
+        begin.wait(60)
+
+    def work() -> None:
+        compiled.append(1)
+        end.wait(60)
+
+    monkeypatch.setattr(compilation, "missing_compiler", nothing_is_missing)
+    threads = [
+        threading.Thread(target=item.count, args=("kind", 1000, 1000.0, work)) for item in compilers
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    end.set()
+    for item in compilers:
+        item.wait()
+    assert compiled == [1]
+
+
 @pytest.mark.slow
 @NEEDS_COMPILER
 def test_generated_code_gives_the_same_tokens(caplog: pytest.LogCaptureFixture) -> None:
