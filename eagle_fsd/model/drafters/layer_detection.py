@@ -35,7 +35,7 @@ class LayerChoice:
     def __str__(self) -> str:
         parts = [f"{share:.1%} with {reads}" for reads, share in self.agreement.items()]
         return (
-            f"the head agrees with the target at {' and '.join(parts)} of {self.positions}"
+            f"the head agrees with the target at {', '.join(parts)} of {self.positions}"
             f" positions; using the inputs of layers {self.reads}"
         )
 
@@ -45,17 +45,14 @@ def detect_layers(
     head: Eagle3Head,
     target: Target,
     texts: Sequence[Tensor],
-    candidates: Sequence[tuple[int, ...]] | None = None,
+    candidates: Sequence[tuple[int, ...]],
 ) -> LayerChoice:
     """Measure how well a head agrees with its target for several choices of hidden states.
 
-    ``texts`` are ``[S]`` token ids that the target might write. The candidates, the declared one
-    first, are by default the head's own and those one layer below and above it. Another one is
-    chosen if the difference exceeds three standard deviations (of a sign test).
+    ``texts`` are ``[S]`` token ids that the target might write. Another candidate than the first,
+    the declared one, is chosen if the difference exceeds three standard deviations (of a sign
+    test).
     """
-    if candidates is None:
-        shifts = [tuple(index + shift for index in head.reads) for shift in (0, -1, 1)]
-        candidates = [reads for reads in shifts if reads[0] >= 0 and reads[-1] < len(target.layers)]
     hits = torch.cat([_hits(head, target, text, candidates) for text in texts], 1)  # [C, n]
     best = int(hits.sum(1).argmax())
     better, worse = ((hits[best] & ~hits[0]).sum(), (hits[0] & ~hits[best]).sum())
@@ -95,8 +92,7 @@ def is_cheap(target: Target) -> bool:
 
 def sample_texts(target: Target) -> list[Tensor]:
     """Let the target write ``TEXTS`` samples of ``TEXT_LENGTH`` tokens, the same each time."""
-    devices = [target.device] if target.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(0)
         start = torch.randint(target.vocab_size, (TEXTS, 1)).to(target.device)
         model: Any = target.model
