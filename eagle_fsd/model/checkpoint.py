@@ -83,7 +83,13 @@ def load_head(
         file = drafter_file(path, RANKS_FILE, token)
         if file is None:
             raise CheckpointError(f"{path} drafts {size} tokens, but has no {RANKS_FILE}")
-        head.restrict_vocabulary(read_ranks(file, target.vocab_size)[:size])
+        ranks = read_ranks(file, target.vocab_size)
+        if len(ranks) != size:
+            raise CheckpointError(
+                f"{path} drafts {size} tokens, but its {RANKS_FILE} has {len(ranks)}, so it is not"
+                " the one that was saved with the head"
+            )
+        head.restrict_vocabulary(ranks)
     return head
 
 

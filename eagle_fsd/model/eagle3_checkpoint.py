@@ -104,7 +104,7 @@ def load_eagle3(
     """Load an EAGLE-3 head of either layout and attach it to its target.
 
     If ``config.json`` is ambiguous about the hidden states that the head reads, both readings are
-    measured.
+    measured if that takes seconds; else the likelier one is used, with a warning.
     """
     values = read_config(path, token)
     weights = _canonical(path, read_weights(path, token))
@@ -202,6 +202,8 @@ def _speculators_layout(
         raise ValueError("the speculators layout has no bias in fc")
     if head.draft_vocab_size is None:
         raise ValueError("the speculators layout needs a head with an output projection")
+    if rule is not None and (rule.gap < 1.0 or rule.ratio == 0.0):
+        raise ValueError(f"the speculators layout declares a ratio above 0 and no gap; got {rule}")
     layers.pop("architectures", None)
     method = {
         "proposal_type": "greedy",

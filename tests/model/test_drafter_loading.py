@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def test_invalid_sizes_and_rankings_are_refused(folder: Path) -> None:
 
 
 def test_head_is_saved_and_loaded_with_its_vocabulary(folder: Path, tmp_path: Path) -> None:
-    """The option overrides it, and a lost file is reported."""
+    """The option overrides it, and a lost or replaced file is reported."""
     model, saved = aligned_pair().model, tmp_path / "saved"
     head = EagleFSD.from_pretrained(model, folder, draft_vocabulary=30).drafter
     assert isinstance(head, EagleHead)
@@ -154,6 +155,9 @@ def test_head_is_saved_and_loaded_with_its_vocabulary(folder: Path, tmp_path: Pa
         assert found.token_ids is not None
         expected = select_tokens(size, folder, VOCAB_SIZE).sort().values
         assert torch.equal(found.token_ids, expected)
+    shutil.copy(folder / RANKS_FILE, saved / RANKS_FILE)
+    with raises_one_line(f"drafts 30 tokens, but its {RANKS_FILE} has {VOCAB_SIZE}"):
+        EagleFSD.from_pretrained(model, saved)
     (saved / RANKS_FILE).unlink()
     with pytest.raises(CheckpointError, match=f"drafts 30 tokens, but has no {RANKS_FILE}"):
         EagleFSD.from_pretrained(model, saved)

@@ -244,6 +244,9 @@ def test_declared_rule(model: PreTrainedModel, tmp_path: Path) -> None:
     head, rule = untrained_eagle3(model), TopKRule(5, ratio=0.25)
     with pytest.raises(ValueError, match="declares no acceptance rule"):
         save_eagle3(head, tmp_path, "eagle", rule=rule)
+    for other in (TopKRule(10, gap=0.6), TopKRule(3, gap=0.3, ratio=0.5)):
+        with raises_one_line("declares a ratio above 0 and no gap; got TopKRule"):
+            save_eagle3(head, tmp_path, "speculators", rule=other)
     save_eagle3(head, tmp_path, "speculators", rule=rule)
     assert declared_rule(tmp_path) == rule
     published(tmp_path, model)
