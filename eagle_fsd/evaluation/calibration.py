@@ -111,7 +111,7 @@ OTHER_QUESTIONS = (
 #: Values of a row that are measured separately, one batch of questions at a time.
 SPEED_FIELDS = (
     *("tokens_per_second", "latency", "speedup", "speedup_interval"),
-    *("speed_over_exact", "speed_over_exact_interval"),
+    *("speed_over_exact", "speed_over_exact_interval", "speed_over_hf"),
 )
 
 
@@ -484,7 +484,7 @@ def calibrated_settings(
     values = settings_values(
         model, method.pair_for(model), lossless=lossless, request=task.request, about=about
     )
-    if verdicts and verdicts[-1].certified:
+    if verdicts and verdicts[-1].certified and method.rule is None:  # which the file cannot hold
         certificate = certificate_of(
             report,
             verdicts[-1],

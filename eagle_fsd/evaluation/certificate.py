@@ -11,7 +11,6 @@ from eagle_fsd.evaluation.config import LossBounds
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.statistics import (
     confidence_per_test,
-    is_loss_below,
     least_questions,
     loss_bound,
 )
@@ -54,10 +53,8 @@ class Verdict:
         The error probability is divided among ``tests`` settings, whose number must not depend on
         the answers.
         """
-        level = confidence_per_test(bounds.confidence, tests)
-        lost, gained, paired = outcomes(row)
-        passed = is_loss_below(bounds.max_drop / 100, lost, gained, count=paired, confidence=level)
-        return cls(row, 100 * max(0.0, loss_bound(lost, gained, paired, level)), passed)
+        bound = loss_bound(*outcomes(row), confidence_per_test(bounds.confidence, tests))
+        return cls(row, 100 * max(0.0, bound), bound <= bounds.max_drop / 100)
 
 
 def certificate_of(

@@ -130,12 +130,13 @@ def plan_settings(plan: TreePlan, methods: Sequence[Method]) -> list[Setting]:
 
 def add_rows(rows: dict[str, Row], new: Sequence[Row]) -> None:
     """Add the rows of a report on further questions to the results so far, by method."""
+    counts = ("answers", "scored", "tokens", "cut_off")
     for row in new:
         old = rows.get(row["method"])
-        merged = dict(row)
+        kept = ("method", "settings", *counts, "tau", "accuracy", "against_exact")
+        merged = {name: row[name] for name in kept if name in row}
         if old is not None:
-            for name in ("scored", "tokens", "cut_off"):
-                merged[name] = old[name] + row[name]
+            merged |= {name: old[name] + row[name] for name in counts}
             passes = sum(item["tokens"] / item["tau"] for item in (old, row) if item["tau"])
             merged["tau"] = merged["tokens"] / passes if passes else None
             right = sum((item["accuracy"] or 0.0) * item["scored"] for item in (old, row))

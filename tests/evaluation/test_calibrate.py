@@ -91,7 +91,8 @@ def row(method: str, speed: float, lost: int = 0, gained: int = 0, paired: int =
         "speed_over_exact": speed / 100,
         "speed_over_exact_interval": [speed / 100 - 0.01, speed / 100 + 0.01],
         "against_exact": {"lost": lost, "gained": gained, "paired": paired},
-        **{"scored": paired, "accuracy": 0.9, "tokens": 1, "cut_off": 0},
+        **{"answers": paired, "scored": paired, "accuracy": 0.9, "tokens": 1, "cut_off": 0},
+        "accuracy_interval": [0.8, 1.0],
     }
 
 
@@ -168,6 +169,8 @@ def test_rows_of_several_rounds_are_added_up() -> None:
     found = rows["a"]
     assert found["tau"] == pytest.approx(500 / (100 + 50))
     assert (found["tokens"], found["scored"], found["accuracy"]) == (500, 2000, 0.75)
+    assert found["answers"] == 2000
+    assert "accuracy_interval" not in found  # it would be that of the last round
     assert found["against_exact"] == {"lost": 4, "gained": 0, "paired": 2000}
 
 
@@ -243,6 +246,8 @@ def test_certificates_err_as_stated() -> None:
 def test_the_conclusion_states_the_bounds_and_the_confidence_of_each_test() -> None:
     good, bad = (Verdict.of(row(name, 150, n, 1), BOUNDS, 1) for name, n in (("a", 2), ("b", 12)))
     assert (good.certified, bad.certified) == (True, False)
+    edge = LossBounds(max_drop=good.drop - 1e-7)  # the stated bound is within the allowed one
+    assert not Verdict.of(good.row, edge, 1).certified
     assert good.drop < 1.0 < bad.drop
     assert conclude([good], BOUNDS, 1, 9) == (
         "a, 1.50 times exact decoding: on 1000 questions that had no part in its selection, it"
@@ -450,7 +455,7 @@ class Machine:
         in_round = folder.name.startswith("round-")
         rows = [
             make_row(name, 1, lost=3 if in_round else self.lost.get(name, 1))
-            | {"tokens": 100 + at}  # no two decode the same
+            | {"tokens": 100 + at, "speed_over_hf": 2.0}  # no two decode the same
             for at, name in enumerate(names)
         ]
         report = make_report(rows)
@@ -463,7 +468,7 @@ class Machine:
         self.raced_compiled = workload.model.compile is True
         speeds = {"exact": 1.0, **{item.name: 1.5 - at / 1000 for at, item in enumerate(raced)}}
         measured = {
-            name: {key: make_row(name, speed)[key] for key in SPEED_FIELDS}
+            name: {key: make_row(name, speed).get(key) for key in SPEED_FIELDS}
             for name, speed in speeds.items()
         }
         return replace(methods.EXACT, tree=trees[0]), measured
@@ -497,6 +502,7 @@ def test_the_next_setting_is_tested_if_the_first_one_fails(
         text = report_text(found.report)
         assert "at 80% confidence for all methods at once (90% for each)." in text
         assert text.count(shown) == 2  # sentence and table
+        assert "x hf" not in text  # which was not measured in the race
         tests = found.report["calibration"]["about"]["tested"]
         assert [item["certified"] for item in tests] == certified_
     assert read_settings(tmp_path / "30" / "fsd.json").acceptance["selection"] == "priced"
@@ -522,6 +528,8 @@ def test_settings_for_other_engines(
         assert found.files == ([folder / "fsd.json"] if engine == "vllm" else [])
         assert (folder / "fsd.json").exists() is bool(found.files)
         assert flag in found.report["flags"]
+        stored = found.report["calibration"]  # which cannot hold the rule of TensorRT-LLM
+        assert ("certificate" in stored) == (engine == "vllm")
         assert "itself did not run, so the bound does not hold" in found.conclusion
         exact = found.report["selection"][0]["settings"]
         assert (exact["method"], exact["depth"]) == ("exact", TREE.depth)
