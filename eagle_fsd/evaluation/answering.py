@@ -250,9 +250,7 @@ class PairAnswerer(Answerer[Method]):
         self._pairs.clear()  # forget what was learned from these answers
 
     def answer(self, questions: Sequence[Question], method: Method, group: int = 0) -> list[Record]:
-        repeats = 1
-        if isinstance(self.config, BenchConfig) and not self.model.drafter.learns:
-            repeats = self.config.repeats
+        repeats = self.config.repeats if isinstance(self.config, BenchConfig) else 1
         self.memory.start()
         runs = [self._converse(questions, method, self.samples) for _ in range(repeats)]
         memory = self.memory.read()

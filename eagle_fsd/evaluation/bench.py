@@ -36,7 +36,7 @@ def bench(
     ``step_over_exact``; see :func:`~eagle_fsd.evaluation.runner.evaluate` for the rest.
     """
     if request.out is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise OptionsError("--out is required when several processes share the benchmark")
+        raise OptionsError("--out is required when several processes run the benchmark")
     if request.questions == "bundled":
         request = request.updated(count=request.count or DEFAULT_COUNT)
     series = fsd_series(grid or BenchGrid())

@@ -32,6 +32,7 @@ from eagle_fsd.evaluation.code_execution.execution import CachedRunner, use_sand
 from eagle_fsd.evaluation.completion import evaluation_template
 from eagle_fsd.evaluation.config import (
     DEFAULT_METHODS,
+    BenchConfig,
     EvaluationConfig,
     EvaluationRequest,
     MeasureConfig,
@@ -458,6 +459,11 @@ def run_evaluation(
     The pair and the questions are those of ``loaded``, whatever the request names.
     """
     state, model = start_processes(), loaded.model
+    if isinstance(config, BenchConfig) and config.repeats > 1 and model.drafter.learns:
+        raise OptionsError(
+            "--repeats must be 1 with a drafter that learns: the second answer would be drafted"
+            " from the first"
+        )
     model.compile = bool(request.compile)
     decoded = decoded_methods(methods, model)
     skipped = [method.name for method in methods if method not in decoded]

@@ -38,6 +38,14 @@ def test_bench_reports_phases(tmp_path: Path) -> None:
         evaluate(request, EvaluationConfig(max_new_tokens=8), ["exact"])
 
 
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_answers_that_a_drafter_has_learned_are_not_repeated(tmp_path: Path) -> None:
+    request = EvaluationRequest(drafter="adaptive-ngram", count=1, out=tmp_path / "out")
+    with pytest.raises(OptionsError, match="--repeats must be 1 with a drafter that learns"):
+        bench(request, BenchConfig(repeats=2))
+    assert not (tmp_path / "out").exists()
+
+
 def test_bench_by_several_processes_requires_an_output_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
