@@ -136,21 +136,18 @@ class AnswerStore:
                 f" settings, is missing or damaged: {advice}"
             ) from error
         now = json.loads(json.dumps(self.fingerprint_inputs))
-        changed = [
-            f"{key} was {before.get(key)!r}, is {now.get(key)!r}"
-            for key in sorted({*before, *now})
-            if before.get(key) != now.get(key)
-        ]
+        changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
         if changed:
-            if before.get("count", now.get("count")) != now.get("count"):
+            if changed == ["count"]:
                 advice = (
-                    "bounds do not hold for a run that grows, so the number of questions is fixed"
-                    " before the first answer; choose another output folder, and leave out these"
-                    f" questions with --skip {before.get('skip', 0) + before['count']}"
+                    "bounds do not hold for a run whose size changes, so the number of questions is"
+                    " fixed before the first answer; choose another output folder, and leave out"
+                    f" these questions with --skip {before.get('skip', 0) + before['count']}"
                 )
-            raise ValueError(
-                f"{self.path} holds answers with other settings ({'; '.join(changed)}): {advice}"
+            found = "; ".join(
+                f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in changed
             )
+            raise ValueError(f"{self.path} holds answers with other settings ({found}): {advice}")
 
     def _files(self) -> list[Path]:
         """List the existing files with answers: the merged one and the parts."""
@@ -201,7 +198,10 @@ def _find_problem(record: Any, questions: Mapping[int | str, str]) -> str | None
     if not isinstance(key, (int, str)) or key not in questions:
         return f"question_id {key!r} is not among the questions"
     if record.get("fingerprint") != questions[key]:
-        return f"question {key!r} had another text: choose another output folder"
+        return (
+            f"question {key!r} was answered with another text or context: choose another output"
+            " folder"
+        )
     choices = record.get("choices")
     if not isinstance(choices, list) or not choices or not all(map(_is_complete, choices)):
         return "not an answer written by eagle-fsd: fields of its choice are missing or malformed"

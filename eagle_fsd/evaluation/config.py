@@ -40,7 +40,7 @@ class EvaluationRequest(PairOptions):
         None,
         ge=1,
         description="Number of questions, spread evenly over the set's categories; default: all"
-        " of them. Of the bundled questions: 100; calibrate 2000, tune 32, bench 20.",
+        " of them, tune 32; of the bundled questions 100, calibrate 2000, bench 20.",
     )
     skip: int = Field(
         0,
@@ -338,7 +338,8 @@ class ServerOptions(LossBounds):
     def _check_dependent(self) -> ServerOptions:
         if self.certify is not None and len(self.servers) != 2:
             raise ValueError("--certify requires two servers")
-        if self.model_fields_set and not self.servers:
-            name = min(self.model_fields_set).replace("_", "-")
+        given = self.model_dump(exclude_defaults=True)
+        if given and not self.servers:
+            name = min(given).replace("_", "-")
             raise ValueError(f"--{name} requires --server")
         return self

@@ -70,7 +70,7 @@ class Method:
         return PhaseRule(self.rule, begin, end)
 
     def decision_for(self, model: EagleFSD) -> Decision:
-        """Return how tokens are decided, whatever the sampling options."""
+        """Return the acceptance options and the rule as a greedy :class:`Decision`."""
         acceptance = model.acceptance.overridden(self.acceptance)
         return Decision.of(acceptance=acceptance, rule=self.rule_for(model))
 
@@ -143,7 +143,8 @@ def find_methods(names: Sequence[str | Method]) -> list[Method]:
         if isinstance(name, str) and name not in known:
             raise OptionsError(f"method must be one of {', '.join(METHOD_NAMES)}; got {name!r}")
         for method in known[name] if isinstance(name, str) else [name]:
-            found.setdefault(method.name, method)
+            if found.setdefault(method.name, method) != method:
+                raise OptionsError(f"two methods have the name {method.name!r}")
     return list(found.values())
 
 

@@ -222,7 +222,8 @@ def evaluate_servers(
     servers at once. A certificate requires questions that had no part in selecting the settings.
     """
     config, folder = config or EvaluationConfig(), request.output_folder("servers")
-    given = request.model_fields_set & {*PairOptions.model_fields, "baseline", "assistant"}
+    changed = request.model_dump(exclude_defaults=True)
+    given = changed.keys() & {*PairOptions.model_fields, "baseline", "assistant"}
     if given:
         raise OptionsError(f"--server compares servers, which {min(given)} does not affect")
     questions = checked_questions(request, config, progress)

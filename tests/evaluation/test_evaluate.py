@@ -259,8 +259,8 @@ def test_a_run_cannot_grow_until_its_bound_holds(model: EagleFSD, tmp_path: Path
     """Bounds of a run that is read again and again while it grows err more often than stated."""
     questions = bundled_questions(200)
 
-    def store(count: int) -> AnswerStore:
-        request, config = EvaluationRequest(), EvaluationConfig()
+    def store(count: int, seed: int = 0) -> AnswerStore:
+        request, config = EvaluationRequest(), EvaluationConfig(seed=seed)
         grown = PairEvaluation(model, questions[:count], [EXACT], request, config, tmp_path)
         grown.open()
         return grown.stores["exact"]
@@ -270,6 +270,8 @@ def test_a_run_cannot_grow_until_its_bound_holds(model: EagleFSD, tmp_path: Path
     store(100).append(record)
     with pytest.raises(ValueError, match=r"fixed before the first answer; .* --skip 100$"):
         store(200)
+    with pytest.raises(ValueError, match="choose another output folder, or delete this one"):
+        store(200, seed=1)  # other questions
     store(100)
 
 
@@ -350,9 +352,10 @@ def test_parts_of_two_processes_give_the_files_of_one(model: EagleFSD, tmp_path:
 
 
 def test_invalid_requests_leave_no_folder(tmp_path: Path) -> None:
-    cases: list[tuple[dict[str, Any], dict[str, Any], list[str], type[Exception], str]] = [
+    cases: list[tuple[dict[str, Any], dict[str, Any], list[Any], type[Exception], str]] = [
         ({"questions": "no-set"}, {}, ["exact"], QuestionSetError, "neither a file nor"),
         ({}, {}, ["nonsense"], OptionsError, "method must be one of plain, exact, fsd, hf, rules"),
+        ({}, {}, ["fsd", Method("fsd", {"threshold": 0.4})], OptionsError, "two methods have the"),
         ({"chat_template": "x"}, {}, ["exact"], ValueError, "FastChat template 'x'"),
         ({"baseline": "hf", "assistant": "x"}, {"batch": 2}, ["exact"], OptionsError, "--batch 1"),
         ({"assistant": "x"}, {}, ["exact"], ValueError, "--assistant requires --baseline hf"),

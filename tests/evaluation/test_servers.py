@@ -13,6 +13,9 @@ from api_servers import APIThread
 from stub_endpoint import Reply, StubEndpoint, completion, failure
 
 from eagle_fsd import AcceptanceConfig, EagleFSD
+from eagle_fsd.evaluation.config import EvaluationRequest, ServerOptions
+from eagle_fsd.evaluation.questions.sets import QuestionSetError
+from eagle_fsd.evaluation.servers import evaluate_servers
 from eagle_fsd.model.config import read_settings
 from eagle_fsd.utils.files import read_jsonl
 
@@ -142,6 +145,11 @@ def test_invalid_comparisons_are_rejected(run: Run, tmp_path: Path) -> None:
     settings = tmp_path / "fsd.json"
     settings.write_text("{}")
     certified = ("--server", url, "--server", other, "--certify", settings)
+    assert ServerOptions().updated(max_drop=1.0) == ServerOptions()
+    with pytest.raises(QuestionSetError):  # not that --target is given
+        evaluate_servers(
+            EvaluationRequest().updated(questions="no-set"), ServerOptions(servers=(url, other))
+        )
     for options, message in (
         (("--server", url), "give at least two"),
         (("--server", url, "--server", url), "two servers have the name 'a'"),

@@ -73,7 +73,7 @@ def test_answers_to_other_questions_are_rejected(tmp_path: Path) -> None:
     assert [item["question_id"] for item in open_store(tmp_path).merge()] == [0, 1, 3]
     with pytest.raises(ValueError, match="question_id 0 is not among the questions"):
         AnswerStore(tmp_path, "exact", INPUTS, few).open()
-    with pytest.raises(ValueError, match="question 3 had another text"):
+    with pytest.raises(ValueError, match="question 3 was answered with another text"):
         AnswerStore(tmp_path, "exact", INPUTS, {**QUESTIONS, 3: "changed"}).open()
 
 
@@ -119,7 +119,7 @@ def test_a_line_that_is_not_an_answer_is_named(tmp_path: Path) -> None:
     for line, words in [
         ("nonsense", "not JSON"),
         ("[]", "question_id is missing"),
-        ('{"question_id": 1}', "question 1 had another text"),
+        ('{"question_id": 1}', "question 1 was answered with another text"),
         ('{"question_id": 1, "fingerprint": "text 1"}', "fields of its choice"),
         ('{"question_id": 9, "choices": []}', "question_id 9 is not among"),
         ('{"question_id": [1]}', "is not among"),
