@@ -1,4 +1,4 @@
-"""Compare answers with exact decoding's without references: what changed, where, and at what price.
+"""Compare answers with exact decoding's without references: what changed, where, and the regret.
 
 :func:`agreement` and :func:`regret_summary` summarize one method for its row of a report.
 :func:`compare_answers` prepares the changed answers to be shown side by side.
@@ -17,7 +17,7 @@ from scipy import stats
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.methods import EXACT, Method
+from eagle_fsd.evaluation.methods import EXACT, Method, fresh_pair
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.statistics import Mean
 from eagle_fsd.model.pipeline import EagleFSD
@@ -144,8 +144,7 @@ def fuzzy_divergences(
 
     Answers whose tokens or origins differ this time, as with drafters that learn, are omitted.
     """
-    pair = method.pair_for(model)
-    pair.drafter = model.drafter.fresh().attach(pair.target)
+    pair = method.pair_for(fresh_pair(model))
     found: Divergences = {
         record["question_id"]: [[] for _ in record["choices"][0]["token_ids"]] for record in records
     }

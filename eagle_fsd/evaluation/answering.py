@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -23,20 +22,21 @@ from eagle_fsd.evaluation.answer_store import AnswerStore, Record, Session
 from eagle_fsd.evaluation.batches import MethodBatch, PaddedBatch, Reply, TreeBatch
 from eagle_fsd.evaluation.config import BenchConfig, CalibrationConfig, EvaluationConfig
 from eagle_fsd.evaluation.memory import PeakMemory
-from eagle_fsd.evaluation.methods import Method, synchronize
+from eagle_fsd.evaluation.methods import Method, fresh_pair, synchronize
 from eagle_fsd.evaluation.questions.question import Message, Question
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.verify import Origin
 from eagle_fsd.utils.chat_templates import ChatTemplate, encode_prompt
+from eagle_fsd.utils.progress import Progress
 
 #: Maximum number of positions whose distributions are in memory at once.
 LIKELIHOOD_CHUNK = 512
-#: Maximum number of answers per row of the batch that a method decodes before the next method takes
-#: its turn: the batch is full except at the end of these answers.
+#: Maximum number of answers per row of the batch that a method decodes before the next method: the
+#: batch is full except at the end of these answers.
 ANSWERS_PER_ROW = 4
-#: Number of turns that each method takes if there are enough questions to fill a batch every time:
-#: intervals of speeds are over turns.
+#: Minimum number of groups of questions per method, if there are enough to fill a batch: intervals
+#: of speeds are over groups.
 MIN_GROUPS = 4
 
 
@@ -105,7 +105,7 @@ class Answerer(ABC, Generic[M]):
         return self.config.samples * self.config.seeds
 
     def run(
-        self, questions: Sequence[Question], progress: Callable[[int, int], None] | None = None
+        self, questions: Sequence[Question], progress: Progress = lambda done, total: None
     ) -> None:
         """Answer this process's share of the questions, except for those that have answers."""
         share = questions[self.process :: self.processes]
@@ -133,11 +133,10 @@ class Answerer(ABC, Generic[M]):
             for record in self.answer(group, self.methods[method], number):
                 self.stores[method].append(record)
             done += len(group)
-            if progress is not None:
-                progress(done, total)
+            progress(done, total)
 
     def group_size(self, count: int) -> int:
-        """Return the number of questions after which the next method takes its turn."""
+        """Return the number of questions that a method answers before the next method."""
         rows = self.config.batch
         if rows == 1:
             return 1
@@ -146,7 +145,7 @@ class Answerer(ABC, Generic[M]):
 
     @abstractmethod
     def warm_up(self, questions: Sequence[Question], method: M) -> None:
-        """Answer a sample of each question, and forget what that changes."""
+        """Answer one sample of each question, and discard what the drafter learned from it."""
 
     @abstractmethod
     def answer(self, questions: Sequence[Question], method: M, group: int = 0) -> Iterable[Record]:
@@ -217,7 +216,7 @@ class Answerer(ABC, Generic[M]):
         return values
 
     def likelihood(self, turn: Turn) -> tuple[float | None, list[float | None]]:
-        """Return the target's mean log-probability of a turn, and what each fuzzy token gave up."""
+        """Return a turn's mean log-probability by the target, and the regrets of fuzzy tokens."""
         return None, []
 
     def seed(self, answer: Conversation) -> int:
@@ -312,9 +311,7 @@ class PairAnswerer(Answerer[Method]):
     def _pair(self, method: Method) -> EagleFSD:
         """Return the pair for a method; a drafter that learns does so from its answers only."""
         if method.name not in self._pairs:
-            pair = copy.copy(self.model)
-            pair.drafter = self.model.drafter.fresh().attach(pair.target)
-            self._pairs[method.name] = pair
+            self._pairs[method.name] = fresh_pair(self.model)
         return self._pairs[method.name]
 
     def likelihood(self, turn: Turn) -> tuple[float | None, list[float | None]]:
@@ -376,8 +373,8 @@ def answer_seed(seed: int, question_id: int | str, sample: int, turn: int) -> in
 def answer_log_probs(target: Target, prompt: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the target's log-probabilities along an answer, in one pass over it.
 
-    Returns those of the answer's tokens and of the likeliest tokens, ``[A]`` each, in float64. What
-    a token gives up, its *regret*, is their difference.
+    Returns those of the answer's tokens and of the likeliest tokens, ``[A]`` each, in float64.
+    Their difference is the *regret* of a token.
     """
     ids = torch.cat([prompt.to(target.device), answer.to(target.device)])
     output = target.model.base_model(input_ids=ids[None], use_cache=False)

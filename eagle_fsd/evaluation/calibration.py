@@ -146,7 +146,7 @@ class Calibration:
 
 @dataclass
 class Task:
-    """A calibration: its options, the pair, the questions of both stages, and what they have shown.
+    """A calibration: its options, the pair, the questions of both stages, and the results so far.
 
     ``selecting`` are the options for the questions ``used`` to select settings, the others those
     for the ``fresh`` ones. ``methods`` are the acceptance settings to choose from, see
@@ -182,7 +182,7 @@ class Task:
         on_report: Callable[[Evaluation, Report], None] = ignore,
         selects: bool = False,
     ) -> Report | None:
-        """Answer questions with methods; those in a subfolder are neither judged nor compared."""
+        """Answer questions with methods; in a subfolder, without judge and baseline."""
         request, config = self.selecting if selects else (self.request, self.config)
         # Answers are decoded without compilation, which only speeds depend on.
         unused: dict[str, Any] = {"compile": False}
@@ -213,7 +213,7 @@ def calibrate(
 ) -> Calibration | None:
     """Find the fastest settings whose loss of accuracy is within a bound, and save them.
 
-    Writes ``fsd.json`` to the output folder, and to ``install``, beside the drafter, too. For
+    Writes ``fsd.json`` to the output folder and, with ``install``, beside the drafter. For
     another engine, the settings that it has are tried, and the file is written if it reads one.
     Without a count, :data:`DEFAULT_COUNT` of the bundled questions are answered. A warning is
     logged before decoding if there are too few questions to certify any setting. Under several

@@ -14,9 +14,9 @@ from eagle_fsd.evaluation.tables import Row
 ONE_SIDED = 0.975
 #: How far intervals extend the range of a plot, as a fraction of the range of the points.
 MAX_EXTENSION = 0.3
-#: Part of the qualities below the best one that a plot shows in any case: nats per token without
-#: accuracies, percentage points with them.
-VISIBLE_LOSS = (0.1, 6.0)
+#: Range below the best quality that a plot always shows: nats per token without accuracies,
+#: percentage points with them.
+VISIBLE_NATS, VISIBLE_POINTS = 0.1, 6.0
 
 
 def quality(row: Row) -> float:
@@ -142,14 +142,14 @@ def speed_range(found: Sequence[Point]) -> Interval:
 def quality_range(found: Sequence[Point]) -> Interval:
     """Return the range of qualities that a plot shows.
 
-    It reaches down to :data:`VISIBLE_LOSS` below the best method, or to the median method if that
-    is worse, because a few bad settings would compress the rest.
+    It reaches down to :data:`VISIBLE_NATS` or :data:`VISIBLE_POINTS` below the best method, or to
+    the median method if that is worse, because a few bad settings would compress the rest.
     """
-    scored = found[0].row["accuracy"] is not None
+    visible = VISIBLE_NATS if found[0].row["accuracy"] is None else VISIBLE_POINTS
     best = max(point.quality for point in found)
     high = max(point.quality_interval[1] for point in found if point.quality == best)
     least = min(point.quality_interval[0] for point in found)
     middle = median(point.quality_interval[0] for point in found)
-    low = max(least, min(best - VISIBLE_LOSS[scored], middle))
-    room = 0.06 * ((high - low) or 0.1 * VISIBLE_LOSS[scored])
+    low = max(least, min(best - visible, middle))
+    room = 0.06 * ((high - low) or 0.1 * visible)
     return low - room, high + room

@@ -94,7 +94,7 @@ def _tip(piece: dict[str, Any]) -> str:
 
 
 def _price(pieces: list[dict[str, Any]]) -> str:
-    """Count the fuzzy tokens of an answer, and sum what they gave up."""
+    """Count the fuzzy tokens of an answer, and sum their regrets."""
     fuzzy = [piece for piece in pieces if piece.get("fuzzy")]
     if not fuzzy:
         return ""

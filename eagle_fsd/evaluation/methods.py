@@ -113,6 +113,13 @@ def _shape(tree: TreeConfig) -> dict[str, int]:
     }
 
 
+def fresh_pair(model: EagleFSD) -> EagleFSD:
+    """Return a copy of a pair whose drafter has learned nothing."""
+    pair = copy.copy(model)
+    pair.drafter = model.drafter.fresh().attach(pair.target)
+    return pair
+
+
 PLAIN = Method("plain", decoder="ar")
 EXACT = Method("exact", EAGLE_ACCEPTANCE)
 FSD = Method("fsd")

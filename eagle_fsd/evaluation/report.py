@@ -31,7 +31,7 @@ from eagle_fsd.evaluation.statistics import (
 )
 from eagle_fsd.model.verify import Origin
 
-#: Probability that all limits of a report on the loss of quality hold.
+#: Probability that all limits of a report of one kind, such as on the loss of accuracy, hold.
 CONFIDENCE = 0.95
 #: Values of k for which pass@k is reported, besides the number of samples.
 PASS_AT = (5, 10, 50, 100, 500, 1000)
@@ -223,12 +223,13 @@ def summarize(
 def limit_losses(
     rows: Sequence[dict[str, Any]], others: int = 0, confidence: float = CONFIDENCE
 ) -> dict[str, float]:
-    """Bound every method's difference from exact decoding; the bounds hold for all at once.
+    """Bound every method's loss of accuracy, and its share of changed answers.
 
-    ``against_exact`` gets ``loss_limit``, an exact upper limit on the loss of accuracy, and its
-    ``agreement`` gets ``changed_limit``. The error probability is divided among the methods and
-    ``others``, which were dropped or planned to be tested on the same questions (Bonferroni).
-    Returns the confidence of all limits together and that of each, as values of the report.
+    The bounds of one kind hold for all methods at once. ``against_exact`` gets ``loss_limit``, an
+    exact upper limit on the loss of accuracy, and its ``agreement`` gets ``changed_limit``. The
+    error probability is divided among the methods and ``others``, which were dropped or planned to
+    be tested on the same questions (Bonferroni). Returns the confidence of the limits of one kind
+    together and that of each, as values of the report.
     """
     compared = [
         row["against_exact"]

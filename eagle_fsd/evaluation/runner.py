@@ -88,6 +88,10 @@ PROGRAMS_FILE = Path("code") / "runs.jsonl"
 Report = dict[str, Any]
 
 
+def ignore(*_: Any) -> None:
+    """Do nothing, whatever the arguments."""
+
+
 class Evaluation(ABC):
     """Several methods on the same questions, with all results in one folder.
 
@@ -133,7 +137,7 @@ class Evaluation(ABC):
 
     @property
     def scored(self) -> bool:
-        """Whether answers are right or wrong, instead of close to exact decoding's or not."""
+        """Whether answers are scored as right or wrong, not compared with exact decoding's."""
         return not isinstance(self.config, MeasureConfig) or self.config.measure == "accuracy"
 
     @abstractmethod
@@ -149,7 +153,7 @@ class Evaluation(ABC):
 
     @abstractmethod
     def answerer(self) -> Answerer[Any]:
-        """Return what answers the questions."""
+        """Create the answerer."""
 
     def open(self) -> None:
         """Read the answers of an earlier run."""
@@ -169,7 +173,7 @@ class Evaluation(ABC):
             )
             self.stores[name] = store.open()
 
-    def answer(self, progress: Progress | None = None) -> None:
+    def answer(self, progress: Progress = ignore) -> None:
         """Answer this process's share of the questions, except for those that have answers."""
         self.answerer().run(self.questions, progress)
 
@@ -187,7 +191,7 @@ class Evaluation(ABC):
         """Merge the answers of all processes."""
         return {name: store.merge() for name, store in self.stores.items()}
 
-    def report(self, progress: Progress | None = None) -> Report:
+    def report(self, progress: Progress = ignore) -> Report:
         """Score the answers and summarize them in a row per method."""
         records = self.merge()
         scores = self._score(records, progress)
@@ -211,8 +215,8 @@ class Evaluation(ABC):
             exact = None if name == self.reference else scores.get(self.reference)
             found = summarize_samples(scores[name], self.config.seeds, exact)
             if count > 1 and found is not None:
-                mean = {name: found[name] for name in ("accuracy", "accuracy_interval")}
-                row |= {"samples": found, **mean}
+                row |= {"samples": found, "accuracy": found["accuracy"]}
+                row["accuracy_interval"] = found["accuracy_interval"]
         return {
             "about": self.about,
             "settings": dict(self.settings),
@@ -226,7 +230,7 @@ class Evaluation(ABC):
         }
 
     def _score(
-        self, records: Mapping[str, Sequence[Record]], progress: Progress | None
+        self, records: Mapping[str, Sequence[Record]], progress: Progress
     ) -> dict[str, list[dict[int | str, bool]]]:
         """Return the scores of each sample of every method's answers."""
         count = self.config.samples * self.config.seeds
@@ -244,8 +248,7 @@ class Evaluation(ABC):
         total, done = count * sum(map(len, records.values())), itertools.count(1)
 
         def advance() -> None:
-            if progress is not None:
-                progress(next(done), total)
+            progress(next(done), total)
 
         return {
             name: [score_records(self.questions, sample, run, advance) for sample in own]
@@ -362,7 +365,7 @@ class PairEvaluation(Evaluation):
             model=self.model, chat_template=template, methods=methods, **self.sharing()
         )
 
-    def report(self, progress: Progress | None = None) -> Report:
+    def report(self, progress: Progress = ignore) -> Report:
         """See :meth:`Evaluation.report`; processes that share a target have the same report."""
         make = partial(super().report, progress)
         report, self.scores = from_first(self.model.target, lambda: (make(), self.scores))
@@ -376,10 +379,6 @@ class PairEvaluation(Evaluation):
                 fuzzy_divergences, self.model, self.methods[name], max_batch=self.config.batch
             )
         return super().changed_answers(name, **options)
-
-
-def ignore(*_: Any) -> None:
-    """Do nothing, whatever the arguments."""
 
 
 @dataclass(frozen=True)
@@ -493,16 +492,14 @@ def conduct(
     with exclusive(evaluation.folder):
         with state.main_process_first():
             evaluation.open()
-        if is_first:
-            with hooks.progress("answering") as progress:
-                evaluation.answer(progress)
-        else:
-            evaluation.answer()
+        factory = hooks.progress if is_first else no_progress
+        with factory("answering") as progress:
+            evaluation.answer(progress)
         state.wait_for_everyone()
         if not is_first:
             return None
         with hooks.progress("scoring") as progress:
-            report = evaluation.report(progress if request.execute_code else None)
+            report = evaluation.report(progress if request.execute_code else ignore)
         report["skipped"] = list(skipped)
         evaluation.write(report)
         hooks.on_report(evaluation, report)

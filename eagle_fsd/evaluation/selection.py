@@ -167,8 +167,8 @@ def drop_settings(
 ) -> list[Setting]:
     """Keep the settings with the largest expected gain, in their order.
 
-    Of the trees of an acceptance setting, only the most promising one remains, and one of several
-    settings that have decoded the same: their tests would have the same outcome. ``fresh`` is the
+    Only the most promising tree of an acceptance setting remains. Of several settings that decoded
+    the same, only one remains, because their tests would have the same outcome. ``fresh`` is the
     number of questions that will certify a setting.
     """
     chances = {item.name: chance(rows[item.name], bounds, fresh) for item in plan}

@@ -15,7 +15,7 @@ from eagle_fsd.utils.options import OptionsError
 
 
 def settings_files(request: EvaluationRequest, folder: Path, install: bool) -> list[Path]:
-    """Return the files to write: in the output folder and, to ``install``, beside the drafter."""
+    """Return the files to write: in the output folder and, with ``install``, beside the drafter."""
     if not install:
         return [folder / SETTINGS_FILE]
     name = request.drafter or "bundled"

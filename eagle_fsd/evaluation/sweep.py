@@ -61,8 +61,8 @@ def sweep(
 ) -> Report | None:
     """Evaluate every setting of a grid, and draw quality against speed.
 
-    Writes the figures ``tradeoff`` and ``methods`` beside the report, as PNG and SVG. The settings
-    of the pair's ``fsd.json`` have a ring.
+    Writes the figures ``tradeoff`` and ``methods`` beside the report, as PNG and SVG. A ring marks
+    the settings of the pair's ``fsd.json``, with those given here.
 
     Arguments, exceptions and report are as in :func:`~eagle_fsd.evaluation.runner.evaluate`; with
     ``rules``, the acceptance rules of the literature are evaluated, too. In the report,

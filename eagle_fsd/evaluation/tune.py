@@ -55,7 +55,7 @@ class BatchTree:
 
 @dataclass
 class Tuning:
-    """The result of :func:`tune`, as far as it has got.
+    """The result of :func:`tune`, which may be incomplete.
 
     ``about`` says what was tuned, and how. ``batch`` holds the lossless trees by the number of
     prompts that are decoded at once, and ``settings`` the contents of ``fsd.json``, once the trees
@@ -185,8 +185,8 @@ def tune(
 ) -> Tuning:
     """Find the fastest tree for lossless decoding and for the pair's acceptance settings.
 
-    Writes ``tune.json`` and ``fsd.json`` to the output folder, and to ``install``, ``fsd.json``
-    beside the drafter, too: a bound on the loss that was certified for another tree is removed.
+    Writes ``tune.json`` and ``fsd.json`` to the output folder and, with ``install``, also
+    ``fsd.json`` beside the drafter, which removes a bound that was certified for another tree.
     Accepted lengths are kept, so that an interrupted run does not record them again. After
     KeyboardInterrupt, which is raised again, the results so far are written and passed to
     ``on_result``.

@@ -10,7 +10,7 @@ and the tree in question emits at most ``m``, then
 - on a chain, whose steps end where the target disagrees, the ``L`` tokens take ``ceil(L / m)``
   steps;
 - on a bushy tree, whose steps often end where its nodes are used up, the step emits ``min(L, m)``
-  tokens, and the next one goes on as far as any other.
+  tokens, and the next step is as long as any other.
 
 Between recorded numbers of nodes, tau is interpolated on their logarithm.
 
@@ -210,13 +210,13 @@ LEVEL_NODES, DEPTHS = 16, (14, 46)
 #: Least number of seconds of every measurement, without its first step. Measurements of equal
 #: length are interrupted by other processes equally often, whatever the length of a step.
 SECONDS = 0.05
-#: How often the steps of a measurement are taken before it, by type of device. On CUDA, steps run
-#: eagerly and are captured before they are replayed.
+#: Untimed repetitions of a measurement before it, by type of device. On CUDA, steps run eagerly and
+#: are captured before they are replayed.
 WARM_UPS = {"cuda": EAGER_STEPS + 1}
 #: Tokens after which a measurement ends in any case.
 MAX_TOKENS = 4096
-#: Every measurement is repeated so often, or for about so many seconds in all; the fastest counts,
-#: because other processes only add time.
+#: Maximum number of rounds of measurements, and the seconds after which no further round starts.
+#: The minimum is used, because other processes only add time.
 ROUNDS, ROUNDS_SECONDS = 7, 60.0
 
 
@@ -232,9 +232,9 @@ class FullTrees(AdaptiveNGramDrafter):
 class StepCosts:
     """Seconds of the parts of a step.
 
-    ``nodes`` is that of a step without drafting, by the number of nodes; one node is plain
-    decoding. ``level`` is that of each level, and ``draft`` what drafting takes besides, by the
-    number of nodes per level.
+    ``nodes`` is that of a step with one level of the largest width, less that level, by the number
+    of nodes; one node is plain decoding. ``level`` is that of each level, and ``draft`` what
+    drafting takes besides, by the number of nodes per level.
     """
 
     nodes: Mapping[int, float]
@@ -338,8 +338,9 @@ def step_seconds(workload: Workload, method: Method, first: int) -> float:
 NODE_COUNTS = (4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 30)
 #: Nodes, depth and children of each node of the trees that accepted lengths are recorded with:
-#: chains, and bushy trees that are as deep as may pay off. The next larger tree of a width is left
-#: out where one is predicted to decode below a share of the speed of the fastest of its width.
+#: chains, and bushy trees that are as deep as may pay off. Once a tree is predicted to be slower
+#: than :data:`MIN_RECORDED_SPEED` times the fastest of its width for all methods, larger ones of
+#: that width are skipped.
 RECORDED = (
     *((nodes, nodes - 2, 1) for nodes in (12, 64)),
     *((nodes, min(30, nodes - 2), 2) for nodes in (6, 12, 24, 64)),
@@ -388,7 +389,7 @@ def recorded_trees() -> list[TreeConfig]:
 
 
 def is_past_best(costs: StepCosts, lengths: Lengths, tree: TreeConfig) -> bool:
-    """Whether a recorded tree is so much slower than the best of its width that none is larger."""
+    """Return whether a tree is so slow that larger ones of its width need not be recorded."""
     speeds = {item.tree: item.tokens_per_second for item in rank(costs, lengths)}
     best = max(speed for other, speed in speeds.items() if other.top_k == tree.top_k)
     return speeds[tree] < MIN_RECORDED_SPEED * best
@@ -399,9 +400,9 @@ def shortlist(candidates: Sequence[Candidate], current: TreeConfig) -> list[Tree
 
     The candidates are sorted by predicted speed; ``current`` is the tree of the pair so far.
     """
-    widest = {item.tree.top_k: item.tree for item in reversed(candidates)}
+    fastest = {item.tree.top_k: item.tree for item in reversed(candidates)}
     trees = [item.tree for item in candidates[:SHORTLIST]]
-    return list(dict.fromkeys([*trees, *widest.values(), current]))
+    return list(dict.fromkeys([*trees, *fastest.values(), current]))
 
 
 def rank(costs: StepCosts, lengths: Lengths, rows: int = 1) -> list[Candidate]:

@@ -136,7 +136,7 @@ def race(
 def race_exact(
     workload: Workload, trees: Iterable[TreeConfig], others: Sequence[Method], progress: Progress
 ) -> tuple[list[Runner], list[Runner]]:
-    """Race the best trees of exact decoding once more, in turn with what is compared with it.
+    """Race the best trees of exact decoding once more, alternating with the methods to compare.
 
     If another program disturbs the race that selects a tree, a slower one may win it, and all
     methods look faster relative to exact decoding than they are. Returns exact decoding with each
@@ -220,7 +220,7 @@ def shape(tree: TreeConfig, separator: str = "/") -> str:
 
 @dataclass
 class TreeSearch:
-    """A search for the fastest trees of some methods, as far as it has got.
+    """A search for the fastest trees of some methods, which may be incomplete.
 
     Trees are raced with the prompts of ``workload``; accepted lengths are recorded by ``recorder``.
     ``costs`` are the measured times of a step.

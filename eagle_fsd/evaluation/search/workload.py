@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from transformers import StopStringCriteria
 
 from eagle_fsd.evaluation.completion import evaluation_template
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
-from eagle_fsd.evaluation.methods import Method, synchronize
+from eagle_fsd.evaluation.methods import Method, fresh_pair, synchronize
 from eagle_fsd.evaluation.processes import from_first
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import interleaved
@@ -68,9 +67,7 @@ class Workload:
 
     def pair(self) -> EagleFSD:
         """Return a copy of the pair whose drafter has learned nothing."""
-        pair = copy.copy(self.model)
-        pair.drafter = self.model.drafter.fresh().attach(pair.target)
-        return pair
+        return fresh_pair(self.model)
 
     def take(self, first: int, count: int) -> list[Tensor]:
         """Return some prompts; indices beyond the last prompt start again."""
