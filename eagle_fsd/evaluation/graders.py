@@ -94,7 +94,7 @@ def find_grader(name: str) -> Grader:
 
     def grade(answer: str, question: Question) -> bool | None:
         fields = {
-            **question.extra,
+            **question.row,
             "question_id": question.question_id,
             "category": question.category,
             "turns": list(question.turns),
@@ -119,22 +119,22 @@ def find_grader(name: str) -> Grader:
 
 def load_function(name: str) -> GraderFunction:
     """Load a grader function from ``FILE.py:FUNCTION`` or from ``MODULE:FUNCTION``."""
-    place, _, attribute = name.rpartition(":")
+    source, _, attribute = name.rpartition(":")
     try:
-        if place.endswith(".py"):
-            # The name under which a dataclass, say, finds its own module.
-            spec = importlib.util.spec_from_file_location(f"grader_{Path(place).stem}", place)
+        if source.endswith(".py"):
+            # Registered by this name: dataclasses, for example, look up their module.
+            spec = importlib.util.spec_from_file_location(f"grader_{Path(source).stem}", source)
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
             sys.modules[spec.name] = module
             spec.loader.exec_module(module)
         else:
-            module = importlib.import_module(place)
+            module = importlib.import_module(source)
     except Exception as error:
         reason = f"{type(error).__name__}: {one_line(error)}"
-        raise OptionsError(f"--grader: cannot import {place!r} ({reason})") from error
+        raise OptionsError(f"--grader: cannot import {source!r} ({reason})") from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        raise OptionsError(f"--grader: {place} has no function {attribute!r}")
+        raise OptionsError(f"--grader: {source} has no function {attribute!r}")
     return function  # type: ignore[no-any-return]

@@ -63,7 +63,7 @@ def load_checkers() -> Any:
 
 def check(question: Question, answer: str) -> Checks:
     """Check an answer to one of IFEval's prompts."""
-    found = load_checkers().process_results(question.extra, [answer])
+    found = load_checkers().process_results(question.row, [answer])
     return Checks(found["inst_level_strict_acc"], found["inst_level_loose_acc"])
 
 

@@ -204,9 +204,7 @@ class Evaluation(ABC):
         share = self.questions[self.process :: self.processes]
         filled = min(self.config.batch, count * len(share))
         # Users' own questions do not ask for the marker that the harness's filters look for.
-        published = [
-            item for item in self.questions if not item.extra or item.scored_by == "instructions"
-        ]
+        published = [item for item in self.questions if not item.own]
         for row in rows:
             name = row["method"]
             row["settings"] = self.describe(name, filled)

@@ -83,13 +83,17 @@ _NUMBER_PATTERN = (
     rf"(?:(?<!\^)(?<!\^\{{)(?<!\d)(?<!\d\.){_DIGITS}|(?<![\w.])\.\d+))"
 )
 _NUMBER = re.compile(_NUMBER_PATTERN)
+_FLOAT = re.compile(r"[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d{1,3})?")  # as JSON writes it
 #: Where answers state their number: after "####", in a box, and after "the answer is".
 _STATED_NUMBERS = [
     re.compile(rf"####[ \t:=(\\]*\n?[ \t(\\]*(?:boxed\s*\{{\s*)?{_NUMBER_PATTERN}"),
     re.compile(rf"\\boxed\s*\{{[^{{}}]*?{_NUMBER_PATTERN}[^\d{{}}]*\}}"),
     re.compile(
         r"(?i:\banswer\b(?:[^.:=\n]{0,60}?\b(?:is|was|be|equals)\b|[\s\"']*[:=])[\s:=]*"
-        rf"(?:(?:about|approximately|exactly|therefore|thus|only)\s+)?)[(\\]*{_NUMBER_PATTERN}"
+        r"(?:(?:about|approximately|exactly|therefore|thus|only)\s+)?)"
+        # The left side of an equation on the same line.
+        r"(?:(?:[-+*/\u00d7\u00f7^() $€£¥₹%\d]|[.,](?=\d)|\\times|\\cdot){1,80}= *)?"
+        rf"[(\\]*{_NUMBER_PATTERN}"
     ),
 ]
 #: The beginning of another question, with which base models continue after their answer.
@@ -109,7 +113,8 @@ def final_number(text: str) -> str | None:
     1. a number after ``####``, the format of GSM8K that the prompts request, with nothing but
        currency signs or markup between;
     2. a number in ``\\boxed{}``;
-    3. a number after "answer is", "answer:" and similar phrases;
+    3. a number after "answer is", "answer:" and similar phrases, or of the equation there the
+       right side;
     4. any number.
 
     Text from the beginning of another question is ignored once one of the first three rules
@@ -127,7 +132,7 @@ def final_number(text: str) -> str | None:
         limit = min((match.start() for match in run_on if match), default=limit)
     kept = [[match for match in rule if match.end() <= limit] for rule in rules]
     found = next((rule for rule in kept if rule), None) or list(_NUMBER.finditer(text))
-    return _strip_symbols(found[-1]["number"]) if found else None
+    return _strip_symbols(found[-1]["number"]).replace(",", "") if found else None
 
 
 #: Regular expressions of lm-evaluation-harness's filters for GSM8K (``gsm8k.yaml``), by name; the
@@ -157,8 +162,8 @@ def _without_separators(number: str) -> str:
 
 
 def _strip_symbols(number: str) -> str:
-    """Remove currency signs, separators, a percent sign and trailing periods."""
-    text = re.sub(r"[$€£¥₹,]", "", number.translate(_ASCII_FORMS)).strip()
+    """Remove currency signs, a percent sign and trailing periods."""
+    text = re.sub(r"[$€£¥₹]", "", number.translate(_ASCII_FORMS)).strip()
     return text.removesuffix("%").rstrip(". ")
 
 
@@ -168,6 +173,9 @@ def number_value(text: str) -> Fraction:
     Separators, currency and a percent sign are ignored.
     """
     plain = _strip_symbols(text)
+    if not (_NUMBER.fullmatch(plain) or _FLOAT.fullmatch(plain)):
+        raise ValueError(f"{text!r} is not a number")
+    plain = plain.replace(",", "")
     sign = -1 if plain.startswith("-") else 1
     whole, _, rest = plain.lstrip("+-").rpartition(" ")
     try:

@@ -63,7 +63,16 @@ def test_prompts_questions_and_chats_are_read(tmp_path: Path) -> None:
     found = read_questions(write(tmp_path / "q.jsonl", *rows))
     assert [item.question_id for item in found] == [0, 1]
     assert [item.scored_by for item in found] == ["exact", "number"]
-    assert found[0].extra == rows[0]
+    assert found[0].row == rows[0]
+    scored: list[tuple[object, str]] = [
+        # Lists, and names that consist of digits, are not numbers.
+        *((answer, "exact") for answer in ("3, 4", "1,2", "10 500", "3e45678901")),
+        *((answer, "number") for answer in ("1,234", "$5", "5 \u20ac", "50%", 1e20, "-2 1/2")),
+    ]
+    for answer, scored_by in scored:
+        (one,) = read_questions(write(tmp_path / "q.jsonl", {"prompt": "p", "answer": answer}))
+        assert one.scored_by == scored_by
+        assert scored_by == "number" or score(one, str(answer)) is True
     (chat,) = read_questions(write(tmp_path / "q.jsonl", {"messages": CHAT, "answer": "Rhine"}))
     assert chat.turns == ("Name a river.",)
     assert (chat.opening(), chat.first_chat()) == (CHAT[:-1], CHAT)
@@ -90,6 +99,7 @@ def test_invalid_files_and_rows_are_named(tmp_path: Path) -> None:
         ("q.json", '[{"prompt": "p"}] [1]', "line 1: not JSON (Extra data)"),
         ("q.json", "[]", "contains no questions"),
         ("q.json", "[" * 100_000, "line 1: not JSON"),
+        ("q.json", "[" + "1" * 5000 + "]", "line 1: not JSON"),
         ("q.txt", 'River?\n{"prompt": "p"}', "line 2: a JSON object; rename the file to"),
         (
             "q.jsonl",
@@ -211,6 +221,19 @@ def test_a_grader_function_gets_the_answer_and_the_row(tmp_path: Path) -> None:
     assert [score(first, text) for text in ("It is LIMA", "Rome", "")] == [True, False, False]
     assert [score(item, "") for item in questions("unscored")] == [True, None]
     assert score(questions("fields")[0], "") is True
+    # In published formats, too; an "id", a "category" and an "answer" are those of any row.
+    for row in (
+        {"turns": ["p", "q"], "question_id": "my-7", "answer": 4},
+        {"question": "q", "answer": "#### 4", "id": "my-7"},
+        {"question": "q", "choices": ["3", "4"], "answer": "B", "id": "my-7"},
+    ):
+        row = row | {"category": "mine", "level": 1}
+        path = write(tmp_path / "q.jsonl", row)
+        (found,) = questions("unscored")
+        assert score(found, "") is True
+        assert (found.question_id, found.category) == ("my-7", "mine")
+        assert found.answer == ("B" if "choices" in row else "4")
+    path = write(tmp_path / "q.jsonl", *rows)
     for name, reason in [
         ("half", "must return True, False or None; got 0.5"),
         ("several", r"must return True, False or None; got tensor\(\[1, 0\]\)"),
@@ -275,6 +298,8 @@ def test_a_larger_count_keeps_examples_and_questions(tmp_path: Path) -> None:
     assert all(by_id[item.question_id] == item for item in few)
     others = requested_questions(request(path, few_shot=3, count=2, skip=2))
     assert {item.question_id for item in [*few, *others]} == by_id.keys()
+    with pytest.raises(QuestionSetError, match="nor a regular expression"):
+        requested_questions(request(path, few_shot=3, grader="regex"))
     with pytest.raises(QuestionSetError, match="--skip 6 leaves no question"):
         requested_questions(request(path, few_shot=3, skip=6))
     with pytest.raises(QuestionSetError, match=r"requires 10 questions, 9 of them .* has 9"):

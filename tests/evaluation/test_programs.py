@@ -57,7 +57,7 @@ TEST = """def check(candidate):
     assert candidate([]) == []
 """
 TWICE = Question(
-    "x", "humaneval", ("",), "code", TEST, extra={"prompt": PROMPT, "entry_point": "twice"}
+    "x", "humaneval", ("",), "code", TEST, row={"prompt": PROMPT, "entry_point": "twice"}
 )
 WHOLE = "def twice(values):\n    return [2 * value for value in values]\n"
 WRONG = "def twice(values):\n    return values\n"
@@ -88,6 +88,10 @@ RIGHT_ANSWERS = {
     "a helper after the function": "```python\ndef twice(values):\n"
     "    return [double(value) for value in values]\n\n\n"
     "def double(value):\n    return 2 * value\n```",
+    "values that calls assign after the function": "```python\nfrom functools import cache\n\n\n"
+    "def twice(values):\n    return [double(value) for value in values]\n\n\n"
+    "TWO = len([1, 1])\ndouble = cache(lambda value: TWO * value)\n"
+    "values = sys.stdin.read().split()\nvalue = twice(values)\nassert value == [3]\n```",
     "imports": f"```python\nfrom __future__ import annotations\nimport math\n\n{WHOLE}```",
     "the prompt again": f"```python\n{PROMPT}    return [2 * value for value in values]\n```",
     "a main guard": f"```python\n{WHOLE}\n\n"
@@ -143,12 +147,12 @@ def test_every_canonical_solution_of_human_eval_passes() -> None:
     questions = read_questions(published("HumanEval.jsonl.gz"))
     assert len(questions) == 164
     for item in questions:
-        whole = f"Here it is:\n```python\n{item.extra['prompt']}{item.reference}\n```\nDone."
+        whole = f"Here it is:\n```python\n{item.row['prompt']}{item.reference}\n```\nDone."
         assert is_correct(item, whole), item.question_id
         # The code of the stripped body is the published one.
         stripped = build_program(item, item.reference.strip())
         assert ast.dump(ast.parse(stripped.code)) == ast.dump(
-            ast.parse(f"{item.extra['prompt']}{item.reference}")
+            ast.parse(f"{item.row['prompt']}{item.reference}")
         ), item.question_id
     for item in questions[:10]:
         assert not is_correct(item, "```python\n    return None\n```")

@@ -45,8 +45,10 @@ def test_commonsense_qa_and_mmlu_are_read(tmp_path: Path) -> None:
         ("c.jsonl", json.dumps(COMMONSENSE), "A", "commonsense-qa", "B. sky"),
         ("m.jsonl", json.dumps(MMLU), "B", "math", "A. 3"),
         ("law_test.csv", '"2 + 2, say?",3,4,5,6,B\n\n', "B", "law", "2 + 2, say?"),
+        ("law_test.csv.gz", '"2 + 2, say?",3,4,5,6,B\n\n', "B", "law", "2 + 2, say?"),
     ):
-        (tmp_path / name).write_text(content)
+        data = content.encode()
+        (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
         (found,) = read_questions(tmp_path / name)
         assert (found.answer, found.scored_by, found.category) == (letter, "letter", category)
         assert text in found.turns[0]

@@ -22,7 +22,7 @@ from eagle_fsd.evaluation.scoring import (
     score,
 )
 
-#: The extra fields of a HumanEval question.
+#: Fields of a HumanEval question.
 CODE = {"prompt": "def twice(values):\n", "entry_point": "twice"}
 
 
@@ -53,6 +53,9 @@ NUMBERS = {
     "The answer is 18 dollars for 2 days.": "18",
     "**Final answer:** **18** (after 3 steps)": "18",
     "To answer in percent: 3 of 4 is 75": "75",
+    "So the answer is 20 - 5 = $15.": "15",
+    "The answer is $3 \\times 1,000 = 3,000$, for 2 days": "3000",
+    "The answer is 3. 2 + 2 = 4, so one less": "3",
     "<think>The answer is 9</think>It is 8": "8",
     # Signs.
     "It falls to -3 degrees": "-3",
@@ -95,7 +98,7 @@ def test_same_number() -> None:
     for first, second in same:
         assert same_number(first, second)
     others = [("18.5", "18"), (None, "18"), ("1/0", "1"), ("0.333", "1/3"), ("nan", "nan")]
-    others += [("9" * 400, "8" * 400), ("9" * 5000, "9"), ("", "")]
+    others += [("9" * 400, "8" * 400), ("9" * 5000, "9"), ("", ""), ("3, 4", "7")]
     for other, second in others:
         assert not same_number(other, second)
 
@@ -154,7 +157,7 @@ def test_final_letter() -> None:
 
 def test_scoring_time_is_not_quadratic() -> None:
     """Repetitions of the beginnings of patterns, at least 8,000 characters of each."""
-    question = Question("x", "humaneval", ("",), "code", "", extra=CODE)
+    question = Question("x", "humaneval", ("",), "code", "", row=CODE)
     parts = ["1,22", "answer is ", "the answer ", "\\boxed{", "```\n", "((", "#", "~~~\n"]
     parts += ["def twice(values):\n", "x = (\n", "    return [\n", "#### 1+1 ", "it's A, "]
     parts += ["A and B ", "#### 1\nfind ", "A) and B), ", "\n", "( ", "\\boxed{1 1"]
@@ -186,7 +189,7 @@ def test_any_text_can_be_scored(pieces: list[str]) -> None:
             number_value(number)  # the denominator is 0
         assert "/" in number
     assert final_letter(text) in (None, *LETTERS)
-    question = Question("x", "humaneval", ("",), "code", "", extra=CODE)
+    question = Question("x", "humaneval", ("",), "code", "", row=CODE)
     assert build_program(question, text).entry_point == "twice"
 
 

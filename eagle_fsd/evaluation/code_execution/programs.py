@@ -21,6 +21,8 @@ _CODE_START = re.compile(r"^(?:(?:from|import|def|async def|class|@\w+)\b|\w+ = 
 #: Maximum number of lines of an answer that are tried as the first line of code outside blocks.
 _MAX_STARTS = 20
 
+#: Names by which programs read their input.
+_INPUTS = ("input", "open", "sys")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS = (*_FUNCTIONS, ast.Import, ast.ImportFrom, ast.ClassDef)
 
@@ -52,7 +54,7 @@ def build_program(question: Question, answer: str) -> Program:
     OpenAI's human-eval appends the answer to the question, as here if the answer is a body.
     OpenAI's simple-evals uses the first block; EvalPlus also keeps the part that parses.
     """
-    entry, prompt = question.extra["entry_point"], question.extra["prompt"]
+    entry, prompt = question.row["entry_point"], question.row["prompt"]
     text = strip_reasoning(answer)
     code = _whole_function(text, prompt, entry) or _completion(text, prompt, entry) or prompt + text
     return Program(code, f"{_stub(prompt)}{question.answer}\n", entry)
@@ -104,6 +106,11 @@ def _defined_names(*nodes: ast.stmt) -> set[str]:
     return names | {target.id for target in targets if isinstance(target, ast.Name)}
 
 
+def _used_names(*nodes: ast.stmt) -> set[str]:
+    """Return all names in statements."""
+    return {item.id for node in nodes for item in ast.walk(node) if isinstance(item, ast.Name)}
+
+
 def _whole_function(text: str, prompt: str, entry: str) -> str | None:
     """Return the program of an answer that defines ``entry``; None if it does not."""
     definition = re.compile(rf"^(?:async )?def {re.escape(entry)}\b", re.MULTILINE)
@@ -128,8 +135,7 @@ def _whole_function(text: str, prompt: str, entry: str) -> str | None:
 
 def _helpers(block: str, body: list[ast.stmt], entry: str) -> str:
     """Return the definitions in ``block`` that a program uses but does not contain."""
-    names = (node for item in body for node in ast.walk(item) if isinstance(node, ast.Name))
-    used = {node.id for node in names} - _defined_names(*body) - {entry}
+    used = _used_names(*body) - _defined_names(*body) - {entry}
     other = _statements(block)
     if not used & _defined_names(*other):
         return ""
@@ -188,22 +194,29 @@ def _has_body(source: str, entry: str) -> bool:
 def _trim(before: str, code: str, entry: str) -> str:
     """Append ``code`` to ``before``, without main guards and statements after ``entry``.
 
-    Definitions are kept. If statements are removed, imports from ``__future__`` are moved to the
-    beginning.
+    Definitions are kept, and values that they use, unless these come from ``entry`` or from an
+    input, as in tests and programs. If statements are removed, imports from ``__future__`` are
+    moved to the beginning.
     """
     body = _statements(code)
     last = max((at for at, node in enumerate(body) if entry in _defined_names(node)), default=0)
+    used = _used_names(*(node for node in body if isinstance(node, _DEFINITIONS)))
     kept: list[ast.stmt] = []
     future: list[ast.stmt] = []
-    for index, node in enumerate(body):
+    for index, node in reversed([*enumerate(body)]):
         if isinstance(node, ast.ImportFrom) and node.module == "__future__":
             future.append(node)
-        elif not _is_main_guard(node) and (index <= last or _is_definition(node)):
+        elif not _is_main_guard(node) and (
+            index <= last
+            or _is_definition(node)
+            or (used & _defined_names(node) and not _used_names(node) & {entry, *_INPUTS})
+        ):
             kept.append(node)
+            used |= _used_names(node)
     if len(kept) == len(body):
         return before + code
     try:
-        imports, rest = (ast.unparse(ast.Module(nodes, [])) for nodes in (future, kept))
+        imports, rest = (ast.unparse(ast.Module(nodes[::-1], [])) for nodes in (future, kept))
     except (ValueError, RecursionError):
         return before + code
     return f"{imports}\n{before}{rest}\n"

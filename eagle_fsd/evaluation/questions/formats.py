@@ -15,10 +15,10 @@ import tarfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from eagle_fsd.bundled.problems import edited_problems, problems
 from eagle_fsd.evaluation.graders import Grader, default_grader
@@ -58,7 +58,8 @@ def read_questions(path: str | Path, grader: Grader | None = None) -> list[Quest
     """Read all questions of a file, scored by ``grader`` or as their format says.
 
     A file holds JSON lines or a JSON array of objects; prompts, one per line (``.txt``); a CSV file
-    of MMLU (``.csv``) or the MMLU archive (``.tar``). ``.gz`` is compressed.
+    of MMLU (``.csv``) or the MMLU archive (``.tar``). A name that also ends in ``.gz`` is
+    decompressed.
     """
     path = Path(path)
     readers = {".csv": _csv_rows, ".tar": _archive_rows, ".txt": _text_rows}
@@ -70,7 +71,7 @@ def read_questions(path: str | Path, grader: Grader | None = None) -> list[Quest
         for location, row in rows:
             try:
                 found = _find_format(row)
-                question = found.parse(row, len(questions))
+                question = replace(found.parse(row, len(questions)), row=row)
                 first = first or found
                 if found is not first:
                     raise ValueError(
@@ -133,11 +134,16 @@ def _validate(question: Question, previous: Collection[int | str]) -> None:
         raise ValueError("a string contains a lone surrogate") from error
 
 
+def _open_text(path: Path, newline: str | None = None) -> IO[str]:
+    """Open a text file, which is decompressed if its name ends in ``.gz``."""
+    opener: Callable[..., IO[str]] = gzip.open if path.suffix == ".gz" else open
+    return opener(path, "rt", encoding="utf-8-sig", newline=newline)
+
+
 def _read_text(path: Path) -> str:
-    """Return the text of a file, decompressed if its name ends in ``.gz``."""
-    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8-sig") as file:
-        return str(file.read())
+    """Return the text of a file."""
+    with _open_text(path) as file:
+        return file.read()
 
 
 def _text_rows(path: Path) -> Iterator[LocatedRow]:
@@ -182,7 +188,7 @@ def _array_values(text: str, path: Path) -> Iterator[tuple[str, Any]]:
         values = json.loads(text)
     except json.JSONDecodeError as error:
         raise QuestionError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from error
-    except RecursionError as error:
+    except (ValueError, RecursionError) as error:  # also an integer with too many digits
         raise QuestionError(f"{path}, line 1: not JSON") from error
     for number, value in enumerate(values, 1):
         yield f"{path}, item {number}", value
@@ -190,7 +196,7 @@ def _array_values(text: str, path: Path) -> Iterator[tuple[str, Any]]:
 
 def _csv_rows(path: Path) -> Iterator[LocatedRow]:
     """Yield the rows of one CSV file of MMLU."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with _open_text(path, newline="") as file:
         yield from _mmlu_rows(file, path)
 
 
@@ -206,7 +212,8 @@ def _archive_rows(path: Path) -> Iterator[LocatedRow]:
 
 def _mmlu_rows(file: Iterable[str], path: Path) -> Iterator[LocatedRow]:
     """Yield the question, the four choices and the letter of each row; there is no header."""
-    subject = path.stem.removesuffix("_test").removesuffix("_val").removesuffix("_dev")
+    subject = path.name.partition(".csv")[0]
+    subject = subject.removesuffix("_test").removesuffix("_val").removesuffix("_dev")
     rows = csv.reader(file)
     for row in filter(None, rows):  # without blank lines
         location = f"{path}, line {rows.line_num}"  # the last line of a row that spans several
@@ -256,6 +263,11 @@ def _id(row: dict[str, Any], name: str) -> int | str:
     return key
 
 
+def _id_or(row: dict[str, Any], index: int) -> int | str:
+    """Return a row's ``"id"``, or its index if it has none."""
+    return index if row.get("id") is None else _id(row, "id")
+
+
 def _is_list(value: Any, kind: type) -> bool:
     """Return whether a value is a list of instances of a type."""
     return isinstance(value, list) and all(isinstance(item, kind) for item in value)
@@ -279,20 +291,26 @@ def _multi_turn(row: dict[str, Any], _: int) -> Question:
     fits = isinstance(reference, (str, type(None)))
     _require(fits, '"reference" must be a string or a list of strings')
     category = _optional_string(row, "category") or "general"
-    return Question(_id(row, "question_id"), category, tuple(turns), reference=reference)
+    key = _id(row, "question_id")
+    return _with_answer(Question(key, category, tuple(turns), reference=reference), row)
 
 
 def _own_question(row: dict[str, Any], index: int, turn: str, **fields: Any) -> Question:
     """Convert a row of a user's own file; ``fields`` are further fields of the question."""
-    key = _id(row, "id") if row.get("id") is not None else index
     category = _optional_string(row, "category") or "general"
+    return _with_answer(Question(_id_or(row, index), category, (turn,), **fields), row)
+
+
+def _with_answer(question: Question, row: dict[str, Any]) -> Question:
+    """Add a user's correct answer, if there is one, and its grader."""
     answer = row.get("answer")
+    if answer is None:
+        return question
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
         answer = str(answer)
-    if answer is not None and (not isinstance(answer, str) or not answer.strip()):
+    if not isinstance(answer, str) or not answer.strip():
         raise ValueError(NO_ANSWER)
-    question = Question(key, category, (turn,), answer=answer, extra=row, **fields)
-    return question if answer is None else default_grader(answer).apply(question)
+    return default_grader(answer).apply(replace(question, answer=answer, own=True))
 
 
 def _prompt(row: dict[str, Any], index: int) -> Question:
@@ -337,8 +355,8 @@ def _gsm8k(row: dict[str, Any], index: int) -> Question:
         "Work it out step by step and end with a line that says #### and then the number alone."
     )
     return Question(
-        index,
-        "gsm8k",
+        _id_or(row, index),
+        _optional_string(row, "category") or "gsm8k",
         (f"{question}\n{request}",),
         scored_by="number",
         answer=number,
@@ -374,8 +392,8 @@ def _mmlu(row: dict[str, Any], index: int) -> Question:
         f'"answer" must be the letter or the index of a choice; got {repr(answer)[:20]}',
     )
     turn = _multiple_choice_prompt(_string(row, "question", allow_blank=True), choices)
-    category = _optional_string(row, "subject") or "mmlu"
-    return Question(index, category, (turn,), scored_by="letter", answer=letter)
+    category = _optional_string(row, "subject") or _optional_string(row, "category") or "mmlu"
+    return Question(_id_or(row, index), category, (turn,), scored_by="letter", answer=letter)
 
 
 def _multiple_choice_prompt(stem: str, choices: list[tuple[str, str]]) -> str:
@@ -400,7 +418,6 @@ def _human_eval(row: dict[str, Any], _: int) -> Question:
         scored_by="code",
         answer=_string(row, "test"),
         reference=_optional_string(row, "canonical_solution"),
-        extra={"prompt": prompt, "entry_point": entry_point},
     )
 
 
@@ -412,7 +429,7 @@ def _ifeval(row: dict[str, Any], _: int) -> Question:
     fits = names and len(names) == len(options)
     _require(fits, '"kwargs" must have an item for each of "instruction_id_list"')
     category = names[0].partition(":")[0]
-    return Question(_id(row, "key"), category, (_string(row, "prompt"),), "instructions", extra=row)
+    return Question(_id(row, "key"), category, (_string(row, "prompt"),), "instructions")
 
 
 NO_ANSWER = '"answer" must be a number or a string that is not blank'
@@ -425,7 +442,7 @@ FORMATS = (
     Format(
         "turns (MT-bench, Spec-Bench)",
         '{"question_id": 1, "turns": ["Name a river.", "And a lake?"], "category": "writing"}',
-        scored="not scored",
+        scored=_GRADED,
         matches=lambda row: "turns" in row,
         parse=_multi_turn,
     ),

@@ -37,7 +37,8 @@ class Question:
     scored_by: ScoredBy = ""
     answer: str | None = None  # number, letter, string, regular expression or source of the tests
     reference: str | None = None  # a worked solution
-    extra: dict[str, Any] = field(default_factory=dict)  # further fields for scoring
+    row: dict[str, Any] = field(default_factory=dict)  # fields of the question file, for scoring
+    own: bool = False  # has a user's answer, and does not ask for the format of a published set
     context: tuple[tuple[str, str], ...] = ()  # role and content of messages before the first turn
     grade: Callable[[str, Question], bool | None] | None = None  # of a user's grader
 

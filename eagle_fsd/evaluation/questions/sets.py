@@ -151,7 +151,7 @@ def requested_questions(
     """Return the questions of a request, with its grader, system prompt and worked examples.
 
     The worked examples are the set's first questions with one turn and an answer, which are not
-    asked. ``skip`` leaves out the questions that a request with so large a ``count`` selects.
+    asked. ``skip`` leaves out the questions that ``count=skip`` would select.
     """
     grader = find_grader(request.grader) if request.grader else None
     name, shots = request.questions, request.few_shot or 0
@@ -173,7 +173,8 @@ def requested_questions(
     if len(examples) < shots or not rest:
         raise QuestionSetError(
             f"--few-shot {shots} requires {shots + 1} questions, {shots} of them with one turn and"
-            f" an answer that is not code; {name!r} has {len(suitable)}"
+            " an answer that is neither code nor a regular expression;"
+            f" {name!r} has {len(suitable)}"
         )
     system = (("system", request.system),) if request.system else ()
     pairs = tuple(
@@ -188,7 +189,10 @@ def requested_questions(
 
 def _solution(question: Question) -> str:
     """Return a model answer to a question; an empty string if there is none."""
-    return "" if question.scored_by == "code" else question.reference or question.answer or ""
+    if question.scored_by == "code":
+        return ""
+    answer = None if question.scored_by == "regex" else question.answer
+    return question.reference or answer or ""
 
 
 def _with_context(
