@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -12,7 +11,7 @@ from eagle_fsd.cli.console import out, print_json, print_table, progress
 from eagle_fsd.cli.options import Json, Pair, PairArguments, TreeOptions, load_pair
 from eagle_fsd.cli.parsing import options
 from eagle_fsd.model.config import AcceptanceConfig, Certificate, TreeConfig
-from eagle_fsd.utils.options import Options
+from eagle_fsd.utils.options import ExistingFile, Options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +34,7 @@ class DoctorConfig(Options):
         description="Question set or file to decode, as for evaluate; default: the chats of --data,"
         " bundled problems with the bundled target, otherwise a few general questions.",
     )
-    data: Path | None = Field(
+    data: ExistingFile | None = Field(
         None,
         description="Chats that the drafter was trained on, to compare with the target's own"
         " answers.",
@@ -99,18 +98,23 @@ def _questions(config: DoctorConfig, chats: ChatFile | None, bundled: bool) -> l
 def _training_texts(
     chats: ChatFile, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Tokenize some chats, evenly spaced; return token ids and masks."""
+    """Tokenize some chats, evenly spaced; return token ids and masks.
+
+    Chats that the template rejects are skipped, as in training.
+    """
     import torch
 
     from eagle_fsd.evaluation.doctor.templates import RAW
-    from eagle_fsd.train.assistant_mask import encode_chat
+    from eagle_fsd.train.dataset import ChatDataset
 
+    data = ChatDataset(chats, tokenizer, template or RAW, TRAINING_LENGTH)
     stride = max(1, len(chats) // TRAINING_CHATS)
-    encoded = [
-        encode_chat(chats[index], tokenizer, template or RAW, TRAINING_LENGTH)
-        for index in range(0, len(chats), stride)[:TRAINING_CHATS]
+    encoded = [data[index] for index in range(0, len(chats), stride)[:TRAINING_CHATS]]
+    return [
+        (torch.tensor(chat.ids), torch.tensor(chat.assistant_mask))
+        for chat in encoded
+        if chat.error is None
     ]
-    return [(torch.tensor(chat.ids), torch.tensor(chat.assistant_mask)) for chat in encoded]
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -408,11 +408,17 @@ def test_depth_context_length_and_tree(healthy: Measurements) -> None:
 
 
 def test_drafter_without_a_network_gets_tables(run: Run, tmp_path: Path) -> None:
+    """Chats that the template rejects are skipped."""
     small = ("--prompts", "bundled", "--count", 2, "--max-new-tokens", 16, "--drafter", "ngram")
-    status, out, _ = run("doctor", *small, "--target", BUNDLED_TARGET)
+    data = tmp_path / "chats.jsonl"
+    chat = [{"role": role, "content": "x"} for role in ("user", "assistant", "tool", "assistant")]
+    data.write_text(json.dumps({"messages": chat}))
+    status, out, _ = run("doctor", *small, "--target", BUNDLED_TARGET, "--data", data)
     assert status == 0
     assert out.startswith("NGramDrafter: tau ")
     assert out.splitlines()[-1].startswith(("Nothing to repair.", "Next step: "))
+    status, _, errors = run("doctor", *small, "--data", tmp_path / "missing")
+    assert (status, "--data must be an existing file" in errors) == (2, True)
     found = json.loads(run("doctor", *small, "--json")[1])
     assert found["healthy"]
     assert found["agreement"] is None
