@@ -76,6 +76,8 @@ def generate(
         )
     if speedup and (plain or as_json or config.num_beams > 1):
         raise OptionsError("--speedup excludes --plain, --json and --num-beams")
+    if plain and (tree.model_fields_set or acceptance.model_fields_set or pair.settings):
+        raise OptionsError("--plain excludes --settings, tree options and acceptance options")
     if stdin and prompt:
         raise OptionsError("PROMPT and - exclude each other")
     with joined(pair.device) as is_first:
@@ -114,33 +116,39 @@ def _print_stream(
         sampling=_sampling(config),
         method=method,
     )
-    with contextlib.suppress(KeyboardInterrupt):  # the answer so far is kept
+    interrupted = True
+    with contextlib.suppress(KeyboardInterrupt):  # until the answer so far is printed
         if as_json:
             generation.finish()
         else:
             _print_answer(generation, model.tokenizer, colored)
+        interrupted = False
     answer = generation.output()
     stats = answer.stats
     if as_json:
         tokens = answer.sequences[0, ids.shape[1] :].tolist()
+        tree = model.tree_for(model.acceptance)
         print_json(
             {
                 "text": model.tokenizer.decode(tokens, skip_special_tokens=True),
                 "tokens": tokens,
                 "origins": answer.origins[0].tolist(),
                 "stats": stats.as_dict(),
-                "settings": settings_dict(model.tree_for(model.acceptance), model.acceptance),
+                "settings": {} if method == "ar" else settings_dict(tree, model.acceptance),
             }
         )
-        return stats
-    counts = ", ".join(f"{count} {origin}" for origin, count in stats.as_dict()["origins"].items())
-    err.print(
-        f"{stats.tokens} tokens ({counts}) in {stats.steps} target passes:"
-        f" tau {stats.tau:.2f}, {stats.tokens_per_second:.1f} tokens/s,"
-        f" {'threshold 0' if method == 'ar' else model.acceptance.label}",
-        style="dim",
-        soft_wrap=True,
-    )
+    else:
+        origins = stats.as_dict()["origins"]
+        counts = ", ".join(f"{count} {origin}" for origin, count in origins.items())
+        err.print(
+            f"tokens: {stats.tokens} ({counts}); target passes: {stats.steps};"
+            f" tau {stats.tau:.2f}, {stats.tokens_per_second:.1f} tokens/s,"
+            f" {'threshold 0' if method == 'ar' else model.acceptance.label}",
+            style="dim",
+            soft_wrap=True,
+        )
+    if interrupted:
+        raise KeyboardInterrupt
     return stats
 
 

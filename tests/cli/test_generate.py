@@ -42,6 +42,22 @@ def test_answer_is_printed_with_statistics(run: Run) -> None:
     assert len(record["tokens"]) == len(record["origins"]) == record["stats"]["tokens"]
     plain = generated(run, "--plain", QUESTION)
     assert (plain["tokens"], plain["stats"]["tau"]) == (record["tokens"], 1.0)
+    assert plain["settings"] == {}
+    for option in ("--threshold", "--depth"):
+        status, _, err = run("generate", "--plain", option, 1, QUESTION)
+        assert (status, "--plain excludes --settings, tree" in err) == (2, True)
+
+
+def test_interrupted_answer_is_printed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(generation: Any, *_: Any) -> None:
+        next(iter(generation))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eagle_fsd.cli.generate._print_answer", interrupt)
+    status, _, err = run("generate", "--speedup", QUESTION)
+    assert status == 130
+    assert re.search(r"tokens: \d+ \(.*\); target passes: 1; tau", err)
+    assert err.endswith("error: stopped\n")
 
 
 def test_prompts(run: Run, model: EagleFSD, monkeypatch: pytest.MonkeyPatch) -> None:
