@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -41,10 +42,11 @@ from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.model.step import TokenDetail
 from eagle_fsd.model.verify import Origin
-from eagle_fsd.utils.chat_templates import Chat, ChatTemplate, encode_prompt
+from eagle_fsd.utils.chat_templates import Chat, ChatTemplate
 
 log = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 #: Tokens of an echoed prompt in one update.
 PROMPT_PART = 64
 
@@ -58,11 +60,28 @@ class About:
     limits: Limits
 
 
+class FairThread:
+    """A thread that does work for clients in order of arrival, but one task of a client at a time.
+
+    A client with many requests therefore delays those of another by the time of one task.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.executor = ThreadPoolExecutor(1, name)
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def run(self, client: str, task: Callable[[], Result]) -> Result:
+        """Do a task of a client, and return its result."""
+        lock = self._locks.setdefault(client, asyncio.Lock())
+        async with lock:
+            return await asyncio.get_running_loop().run_in_executor(self.executor, task)
+
+
 class LocalBackend:
     """A pair in this process.
 
-    A thread of its own tokenizes requests: a tokenizer is not thread-safe, and a long prompt takes
-    seconds, while other answers must continue to stream.
+    One thread tokenizes prompts, because a long one takes seconds, in which answers must continue
+    to stream; another compiles grammars, of which some take as long, while prompts are tokenized.
     """
 
     def __init__(
@@ -82,30 +101,46 @@ class LocalBackend:
             observer=observer,
             stall_timeout=limits.stall_timeout,
         )
-        self.reader = ThreadPoolExecutor(1, "read")
+        self.reader, self.compiler = FairThread("read"), FairThread("compile")
         self.tokens = TokenDecoder(model.tokenizer)
 
     async def answer(
-        self, params: Mapping[str, Any], client: str = "", method: str = "fsd"
+        self,
+        params: Mapping[str, Any],
+        client: str = "",
+        method: str = "fsd",
+        admitted: bool = False,
     ) -> AsyncGenerator[tuple[AnswerRequest, JobUpdate], None]:
         """Stream an answer; with ``echo``, the first updates hold the prompt.
 
         ``method`` is ``"fsd"``, or ``"ar"`` to decode without the drafter. Yields the validated
-        request with each update. Raises RequestError, QueueFullError or DecodingError.
+        request with each update. Raises RequestError, DecodingError or, unless the answer is
+        ``admitted`` because it continues a request, QueueFullError.
         """
-        finished = self.queue.observer.request_finished
-        try:
-            self.queue.check_room(client)
-            request = replace(await self.read(params), client=client, method=method)
+        with self._counted():
+            if not admitted:
+                self.queue.check_room(client)
+            request = replace(await self.read(params, client), client=client, method=method)
+            if request.compile_grammar is not None:
+                grammar = await self.compiler.run(client, request.compile_grammar)
+                request = replace(request, grammar=grammar)
             if request.echo_texts:
-                async for update in self._echo(request):
+                async for update in self._echo(request, admitted):
                     yield request, update
             if request.prompt_only:
-                finished("ended", {**answer_stats(DecodeStats.empty(1)), **_prompt_usage(request)})
+                self._finish(request.ids.shape[1])
                 return
-            async with contextlib.aclosing(self.queue.submit(request).updates()) as found:
+            job = self.queue.submit(request, admitted=admitted or bool(request.echo_texts))
+            async with contextlib.aclosing(job.updates()) as found:
                 async for update in found:
                     yield request, update
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count a request that is refused or fails; the queue counts those that it decodes."""
+        finished = self.queue.observer.request_finished
+        try:
+            yield
         except RequestError:
             finished("refused", {})
             raise
@@ -114,12 +149,19 @@ class LocalBackend:
             raise
         except DecodingError:
             raise
-        except Exception as error:  # from a tokenizer, a chat template or the scoring of a prompt
+        except Exception as error:  # from a tokenizer, a chat template or a pass over a text
             log.exception("a request failed")
             finished("failed", {})
             raise DecodingError("the request could not be processed") from error
 
-    async def _echo(self, request: AnswerRequest) -> AsyncGenerator[JobUpdate, None]:
+    def _finish(self, prompt_tokens: int) -> None:
+        """Count a request that ended without new tokens."""
+        stats = {**answer_stats(DecodeStats.empty(1)), **token_usage(prompt_tokens, 0)}
+        self.queue.observer.request_finished("ended", stats)
+
+    async def _echo(
+        self, request: AnswerRequest, admitted: bool
+    ) -> AsyncGenerator[JobUpdate, None]:
         """Yield the prompt in parts, scored in the decoding queue if requested."""
         scores: PromptScores | None = None
         if request.details is not None:
@@ -127,6 +169,7 @@ class LocalBackend:
             scores = await self.queue.call(
                 lambda cancelled: score_prompt(self.model, request.ids, count, cancelled),
                 request.client,
+                admitted=admitted,
             )
         stats = answer_stats(DecodeStats.empty(1))
         tokens, texts = request.ids[0].tolist(), request.echo_texts
@@ -138,76 +181,96 @@ class LocalBackend:
             part = zip(texts[start:end], tokens[start:end], details, strict=True)
             yield JobUpdate(
                 [Piece(text, token, Origin.PADDING, detail) for text, token, detail in part],
-                _prompt_usage(request),
+                token_usage(len(tokens), 0),
                 "length" if request.prompt_only and end == len(tokens) else None,
                 stats,
             )
 
     def acceptance(self, fsd: Mapping[str, Any], lossless: bool) -> AcceptanceConfig:
         """Return the acceptance options of a request; raises RequestError."""
-        return read_acceptance(fsd, lossless, self.model, self.about.limits)
+        with self._counted():
+            return read_acceptance(fsd, lossless, self.model, self.about.limits)
 
-    async def read(self, params: Mapping[str, Any]) -> AnswerRequest:
-        """Validate and tokenize a request, one at a time; raises RequestError."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self.reader, read_request, params, self.model, self.chat_template, self.about.limits
-        )
+    async def read(self, params: Mapping[str, Any], client: str = "") -> AnswerRequest:
+        """Validate and tokenize a request; raises RequestError."""
+        limits = self.about.limits
+        read = partial(read_request, params, self.model, self.chat_template, limits)
+        return await self.reader.run(client, read)
 
-    async def tokenize(self, prompt: str, chat: Chat | None, special: bool) -> list[int]:
+    async def tokenize(
+        self, prompt: str, chat: Chat | None, special: bool, client: str = ""
+    ) -> list[int]:
         """Tokenize a raw prompt, with special tokens or without, or a chat; raises RequestError."""
+        template = self.chat_template
 
         def encode() -> list[int]:
-            tokenizer = self.model.tokenizer
             if chat is None:
-                tokens: list[int] = tokenizer(prompt, add_special_tokens=special).input_ids
-                return tokens
+                return self._encode("prompt", prompt, special)
             try:
-                return list(encode_prompt(chat, tokenizer, self.chat_template)[0].tolist())
+                text = template.render(chat, add_generation_prompt=True)
             except ValueError as error:  # the template rejects the chat
                 raise RequestError(str(error), RequestError.INVALID) from error
+            return self._encode("messages", text, template.adds_special_tokens)
 
-        return await asyncio.get_running_loop().run_in_executor(self.reader, encode)
+        with self._counted():
+            return await self.reader.run(client, encode)
 
-    async def detokenize(self, tokens: Sequence[int]) -> str:
+    def _encode(self, name: str, text: str, special: bool = True) -> list[int]:
+        """Tokenize the text of a parameter; raises RequestError if it is too long for that."""
+        limit = max_chars(self.model.target.context_length)
+        if len(text) > limit:
+            message = f"{name} must have at most {limit} characters; got {len(text)}"
+            raise RequestError(message, RequestError.CONTEXT, name)
+        tokens: list[int] = self.model.tokenizer(text, add_special_tokens=special).input_ids
+        return tokens
+
+    async def detokenize(self, tokens: Sequence[int], client: str = "") -> str:
         """Decode tokens, special ones included; raises RequestError."""
         last = self.model.target.vocab_size - 1
-        if not all(0 <= token <= last for token in tokens):
-            raise RequestError(f"tokens must be token ids in [0, {last}]")
         decode = partial(self.model.tokenizer.decode, list(tokens))
-        return str(await asyncio.get_running_loop().run_in_executor(self.reader, decode))
+        with self._counted():
+            if not all(0 <= token <= last for token in tokens):
+                raise RequestError(f"tokens must be token ids in [0, {last}]")
+            return str(await self.reader.run(client, decode))
 
     async def embed(self, texts: Sequence[str], client: str = "") -> tuple[list[list[float]], int]:
         """Embed texts as the mean of the target's features, scaled to length 1.
 
-        Returns a vector for each text, truncated to the context, and the number of tokens. Answers
-        take a step between two texts. Raises RequestError for a text without tokens, and
-        QueueFullError.
+        Returns a vector for each text, and the number of tokens. Answers take a step between two
+        texts. Raises RequestError for a text without tokens or longer than the context,
+        QueueFullError or DecodingError.
         """
         vectors: list[list[float]] = []
-        count = 0
-        for text in texts:
-            work = partial(self._embed, text)
-            vector, tokens = await self.queue.call(work, client, admitted=bool(vectors))
-            vectors.append(vector)
-            count += tokens
+        with self._counted():
+            self.queue.check_room(client)
+            encoded = await self.reader.run(client, partial(self._encode_inputs, texts))
+            for ids in encoded:
+                work = partial(self._embed, ids)
+                vectors.append(await self.queue.call(work, client, admitted=bool(vectors)))
+        count = sum(map(len, encoded))
+        self._finish(count)
         return vectors, count
 
+    def _encode_inputs(self, texts: Sequence[str]) -> list[list[int]]:
+        context = self.model.target.context_length
+        encoded = [self._encode("input", text) for text in texts]
+        for ids in encoded:
+            if not 1 <= len(ids) <= context:
+                message = f"input must have texts of 1 to {context} tokens; got {len(ids)} tokens"
+                code = RequestError.CONTEXT if ids else RequestError.OUT_OF_RANGE
+                raise RequestError(message, code, "input")
+        return encoded
+
     @torch.inference_mode()
-    def _embed(self, text: str, _cancelled: Callable[[], bool]) -> tuple[list[float], int]:
-        context, base = self.model.target.context_length, self.model.model.base_model
-        encoded = self.model.tokenizer(text[: max_chars(context)], return_tensors="pt")
-        ids = encoded.input_ids[:, :context]
-        if not ids.shape[1]:
-            raise RequestError("input must not contain texts without tokens")
-        features = base(input_ids=ids.to(base.device), use_cache=False).last_hidden_state
-        mean = features[0].float().mean(0)
-        return torch.nn.functional.normalize(mean, dim=0).cpu().tolist(), ids.shape[1]
+    def _embed(self, ids: list[int], _cancelled: Callable[[], bool]) -> list[float]:
+        base = self.model.model.base_model
+        inputs = torch.tensor([ids], device=base.device)
+        mean = base(input_ids=inputs, use_cache=False).last_hidden_state[0].float().mean(0)
+        vector: list[float] = torch.nn.functional.normalize(mean, dim=0).cpu().tolist()
+        return vector
 
     def close(self) -> None:
-        """Stop the decoding thread and the tokenizing thread."""
-        self.reader.shutdown(wait=False, cancel_futures=True)
+        """Stop the threads."""
+        for thread in (self.reader, self.compiler):
+            thread.executor.shutdown(wait=False, cancel_futures=True)
         self.queue.close()
-
-
-def _prompt_usage(request: AnswerRequest) -> dict[str, int]:
-    return token_usage(request.ids.shape[1], 0)

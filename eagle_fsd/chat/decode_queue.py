@@ -103,6 +103,7 @@ class Job:
         self.request, self._loop = request, loop
         self._updates: asyncio.Queue[JobUpdate | Exception | None] = asyncio.Queue()
         self.cancelled = False
+        self.outcome: Outcome = "cancelled"  # if it is cancelled
         self.submitted = time.monotonic()
 
     @property
@@ -116,6 +117,7 @@ class Job:
 
     def fail(self, error: Exception) -> None:
         """Cancel the request with an error."""
+        self.outcome = "failed"
         self.publish(error)
         self.cancel()
 
@@ -247,11 +249,15 @@ class DecodeQueue:
         began = self._working_since
         return began is not None and time.monotonic() - began > self.stall_timeout
 
-    def submit(self, request: AnswerRequest) -> Job:
-        """Add a request, in the event loop that will read its updates; raises QueueFullError."""
+    def submit(self, request: AnswerRequest, admitted: bool = False) -> Job:
+        """Add a request, in the event loop that will read its updates.
+
+        Raises QueueFullError, unless the request is ``admitted`` because it continues another.
+        """
         job = Job(request, asyncio.get_running_loop())
         with self._changed:
-            self._admit(job.client)
+            if self._closed or not admitted:
+                self._admit(job.client)
             self._waiting.append(job)
             self._changed.notify()
         return job
@@ -281,7 +287,7 @@ class DecodeQueue:
             if self.failed or self.stalled:
                 raise ClosedError(STOPPED)
             if self._full() and self._replaceable(client) is None:
-                raise QueueFullError(f"{self.max_waiting} requests are waiting; try again later")
+                raise QueueFullError("the request queue is full; try again later")
 
     def drain(self) -> None:
         """Accept no further requests."""
@@ -292,6 +298,8 @@ class DecodeQueue:
         with self._changed:
             for item in (*self._waiting, *self._calls, *self._active):
                 if not item.cancelled:
+                    if isinstance(item, Call):  # jobs are counted when they are removed
+                        self.observer.request_finished("failed", {})
                     item.fail(AbortedError(message))
 
     def close(self, timeout: float = 5.0) -> None:
@@ -328,14 +336,15 @@ class DecodeQueue:
         self.check_room(client)
         self._drop_cancelled()
         if self._full() and (item := self._replaceable(client)) is not None:
-            item.fail(QueueFullError("other clients' requests took the place; try again later"))
+            message = "a client with fewer requests took this place in the queue; try again later"
+            item.fail(QueueFullError(message))
             self._waiting = [job for job in self._waiting if job is not item]
 
     def _drop_cancelled(self) -> None:
         """Remove requests that were cancelled while they waited."""
         for job in self._waiting:
             if job.cancelled:
-                self.observer.request_finished("cancelled", {})
+                self.observer.request_finished(job.outcome, {})
                 job.publish(None)
         self._waiting = [job for job in self._waiting if not job.cancelled]
         self._calls = [call for call in self._calls if not call.cancelled]
@@ -477,7 +486,7 @@ class DecodeQueue:
             if row.job.cancelled:
                 self._remove(decoded)
                 self._release(row.job)
-                self.observer.request_finished("cancelled", row.answer.stats())
+                self.observer.request_finished(row.job.outcome, row.answer.stats())
                 row.job.publish(None)
 
     def _remove(self, decoded: Answer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any, Literal
@@ -170,13 +171,19 @@ class RequestParams(AnswerOptions):
             raise ValueError("messages, prompt and prompt_token_ids exclude each other")
         if self.lossless and self.fsd:
             raise ValueError("lossless and fsd exclude each other")
-        if self.json_schema is not None and (self.ignore_eos or self.min_tokens):
-            raise ValueError("json_schema excludes ignore_eos and min_tokens")
+        if self.constrained and (self.ignore_eos or self.min_tokens):
+            name = "tool_choice" if self.json_schema is None else "json_schema"
+            raise ValueError(f"{name} excludes ignore_eos and min_tokens")
         if self.echo and self.messages is not None:
             raise ValueError("echo requires a raw prompt; got a chat")
         if not self.max_new_tokens and not self.echo:
             raise ValueError("max_new_tokens must be at least 1 unless echo is true; got 0")
         return self
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the answer must be JSON: of a schema, or a call of a tool."""
+        return self.json_schema is not None or (bool(self.tools) and self.tool_choice != "auto")
 
 
 def read_request(
@@ -249,7 +256,7 @@ def read_request(
         ignore_eos=parsed.ignore_eos,
         min_tokens=parsed.min_tokens,
         logit_bias=parsed.logit_bias,
-        grammar=_read_grammar(parsed, model, ends),
+        compile_grammar=partial(_read_grammar, parsed, model, ends) if parsed.constrained else None,
         details=parsed.logprobs,
         echo_texts=echo_texts if parsed.echo else (),
         prompt_only=not max_new_tokens,
@@ -285,21 +292,19 @@ def _check_prompt_logprobs(values: int) -> None:
         )
 
 
-def _read_grammar(parsed: RequestParams, model: EagleFSD, ends: Sequence[int]) -> Grammar | None:
+def _read_grammar(parsed: RequestParams, model: EagleFSD, ends: Sequence[int]) -> Grammar:
     """Compile the JSON that the answer must be; raises RequestError."""
     alternatives: list[tuple[str, Mapping[str, Any], str]] = []
     if parsed.json_schema is not None:
         param = "response_format"
         alternatives.append(("", parsed.json_schema, ""))
-    elif parsed.tools and parsed.tool_choice != "auto":
+    else:
         param = "tools"
         for function in (tool["function"] for tool in parsed.tools):
             if parsed.tool_choice in ("required", function["name"]):
                 before = f'{{"name": {json.dumps(function["name"])}, "arguments": '
                 schema = {"type": "object", **function.get("parameters", {})}
                 alternatives.append((before, schema, "}"))
-    else:
-        return None
     try:
         return json_grammar(alternatives, model.tokenizer, model.target.vocab_size, ends)
     except ValueError as error:

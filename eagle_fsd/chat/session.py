@@ -63,26 +63,21 @@ def fit_chat(
     cuts = [0, *(at for at in range(1, len(turns)) if drop and turns[at]["role"] == "user")]
     encoded: dict[int, Tensor] = {}
 
-    def chars(messages: Chat) -> int:
-        return sum(len(message["content"]) for message in messages)
-
-    def worth_encoding(cut: int) -> bool:
-        return chars(turns[cut:]) <= max_chars(room) - chars(system)
-
     def fits(cut: int) -> bool:
-        encoded[cut] = encode_prompt([*system, *turns[cut:]], model.tokenizer, chat_template)
+        kept = [*system, *turns[cut:]]
+        if len(chat_template.render(kept)) > max_chars(room):
+            return False
+        encoded[cut] = encode_prompt(kept, model.tokenizer, chat_template)
         return encoded[cut].shape[1] <= room
 
     # Binary search: a client may send thousands of turns.
-    index = bisect_left(cuts, True, key=worth_encoding)
-    if index < len(cuts) and not fits(cuts[index]):
-        index = bisect_left(cuts, True, lo=index + 1, key=fits)
+    index = 0 if fits(0) else bisect_left(cuts, True, lo=1, key=fits)
     if index < len(cuts):
         return encoded[cuts[index]], cuts[index]
     if cuts[-1] in encoded:
         size = f"{encoded[cuts[-1]].shape[1]} tokens"
     else:
-        size = f"{chars([*system, *turns[cuts[-1] :]])} characters"
+        size = f"{len(chat_template.render([*system, *turns[cuts[-1] :]]))} characters"
     raise ContextLengthError(
         f"the prompt's {size} leave no room for an answer; the context length is {context} tokens"
     )
@@ -100,6 +95,8 @@ class AnswerRequest:
     ignore_eos: bool = False  #: whether end-of-sequence tokens do not end the answer
     min_tokens: int = 0  #: before a token may end the answer
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    #: Makes the grammar, which may take seconds.
+    compile_grammar: Callable[[], LogitsProcessor] | None = None
     grammar: LogitsProcessor | None = None  #: masks tokens that violate a JSON schema
     #: Alternatives to report with each token's log-probability; None: report neither.
     details: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -37,4 +38,5 @@ def request(model: EagleFSD, limits: Limits | None = None, **params: Any) -> Ans
     """Read a request with these parameters; without a prompt, the message is HELLO."""
     template = load_chat_template(model.tokenizer)
     chat = {} if {"prompt", "prompt_token_ids"} & params.keys() else {"messages": HELLO}
-    return read_request({**chat, **OPTIONS, **params}, model, template, limits or Limits())
+    read = read_request({**chat, **OPTIONS, **params}, model, template, limits or Limits())
+    return replace(read, grammar=read.compile_grammar()) if read.compile_grammar else read

@@ -80,7 +80,7 @@ class StandIn:
         return AcceptanceConfig(threshold=0.0 if lossless else 0.2)
 
     async def answer(
-        self, params: Mapping[str, Any], client: str, method: str
+        self, params: Mapping[str, Any], client: str, method: str, admitted: bool
     ) -> AsyncGenerator[tuple[None, JobUpdate], None]:
         self.received.append({**params, "client": client})
         self.running += 1
@@ -426,10 +426,15 @@ def test_models(backend: StandIn) -> None:
     assert [item["id"] for item in found["data"]] == ["org/a", "pair"]
     card = backend.get("/v1/models/org/a").json()
     assert {**card, "created": 0} == {**found["data"][0], "created": 0}
-    error = backend.get("/v1/models/c").json()["error"]
-    assert (error["code"], error["message"]) == ("model_not_found", "the model c does not exist")
-    for path, body in ((CHAT, CHAT_BODY), (EMBEDDINGS, {"input": "1"})):
-        response = backend.call(path, {**body, "model": "other"})
+    unknown = [backend.get("/v1/models/other")]
+    for path, body in (
+        (CHAT, CHAT_BODY),
+        (EMBEDDINGS, {"input": "1"}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [1]}),
+    ):
+        unknown.append(backend.call(path, {**body, "model": "other"}))
+    for response in unknown:
         assert response.status_code == 404
         error = response.json()["error"]
         assert error["message"] == "model must be one of pair, org/a; got other"

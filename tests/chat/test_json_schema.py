@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -175,6 +176,25 @@ def test_invalid_formats_name_the_parameter(client: openai.OpenAI) -> None:
         assert "<state>" not in str(raised.value)
     with pytest.raises(openai.BadRequestError, match="response_format excludes ignore_eos"):
         ask(client, response_format={"type": "json_object"}, extra_body={"ignore_eos": True})
+
+
+def test_costly_schemas_do_not_delay_other_requests(client: openai.OpenAI) -> None:
+    """A request without a schema is answered before any of three whose schemas take seconds."""
+    order: list[int] = []
+
+    def compile_schema(index: int) -> None:
+        schema = {"type": "integer", "multipleOf": 9999931 + index}
+        with pytest.raises(openai.BadRequestError, match="too much time"):
+            ask(client, response_format=schema_format(schema))
+        order.append(index)
+
+    with ThreadPoolExecutor(3) as pool:
+        costly = [pool.submit(compile_schema, index) for index in range(3)]
+        time.sleep(0.5)
+        assert ask(client, max_tokens=1).choices
+        assert not order
+        for future in costly:
+            future.result()
 
 
 def test_rows_beside_a_grammar_are_read_once(model: EagleFSD) -> None:

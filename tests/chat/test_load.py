@@ -7,6 +7,7 @@ import json
 import random
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
@@ -27,6 +28,8 @@ from api_servers import (
     fixed_answer,
     seconds_until,
 )
+
+from eagle_fsd.chat.backend import FairThread
 
 CLIENTS = 32
 MB = 2**20
@@ -141,6 +144,17 @@ def test_many_clients(record_property: Any) -> None:
         server.stop()
 
 
+def test_requests_of_a_client_are_read_one_after_another() -> None:
+    """A client with many requests delays another by the time of one."""
+    thread, order = FairThread("read"), []
+
+    async def work() -> None:
+        await asyncio.gather(*(thread.run(name, partial(order.append, name)) for name in "aaab"))
+
+    asyncio.run(work())
+    assert order == ["a", "b", "a", "a"]
+
+
 def test_disconnects_free_the_queue_within_a_second(
     server: APIThread, record_property: Any
 ) -> None:
@@ -169,7 +183,7 @@ def test_disconnects_free_the_queue_within_a_second(
             tasks = [asyncio.create_task(ask(client, at % 2 == 0)) for at in range(count)]
             assert await seconds_until_length(count) < 20
             rejected = await client.post(COMPLETIONS, json=body)
-            assert f"{MAX_WAITING} requests are waiting; try again later" in rejected.text
+            assert "the request queue is full; try again later" in rejected.text
             assert rejected.status_code == 429
             await leave(tasks[::2])  # including some that are being decoded
             seconds = [await seconds_until_length(count // 2)]

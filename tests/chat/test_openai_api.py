@@ -5,18 +5,28 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-import httpx
 import openai
 import pytest
 import torch
-from api_servers import CHAT, COMPLETIONS, ENDLESS, EXACT, HELLO, NAME, QUESTION, APIThread
+from api_servers import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    ENDLESS,
+    EXACT,
+    HELLO,
+    NAME,
+    QUESTION,
+    APIThread,
+)
 from prompts import reference, tokenize
 
 import eagle_fsd
 from eagle_fsd import EagleFSD
 from eagle_fsd.bundled import BUNDLED_HEAD
+from eagle_fsd.chat.decode_queue import Outcome
 from eagle_fsd.model.checkpoint import RANKS_FILE, write_ranks
 from eagle_fsd.model.config import read_settings
 
@@ -226,28 +236,36 @@ def test_certificate_is_declared_where_it_holds(
     assert fewer.certificate_for(fewer.acceptance) is None
 
 
-def test_every_refused_request_is_counted_once(server: APIThread) -> None:
-    def refused() -> float:
-        lines = httpx.get(f"{server.url}/metrics", trust_env=False).text.splitlines()
-        name = 'eagle_fsd_requests_total{outcome="refused"} '
-        return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+def test_every_request_is_counted_once(server: APIThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = get_args(Outcome)
 
-    chat = {"model": NAME, "messages": HELLO}
-    for content, status in (
-        (b"{bad", 400),
-        (json.dumps({**chat, "model": "other"}).encode(), 404),
-        (json.dumps({**chat, "temperature": -1}).encode(), 400),
-        (json.dumps({**chat, "max_tokens": 10**6}).encode(), 400),
+    def counts() -> dict[str, float]:
+        lines = server.http.get("/metrics").text.splitlines()
+        names = {f'eagle_fsd_requests_total{{outcome="{name}"}}': name for name in outcomes}
+        found = (line.rsplit(" ", 1) for line in lines if line.startswith(tuple(names)))
+        return {names[name]: float(value) for name, value in found}
+
+    chat, embedded = {"model": NAME, "messages": HELLO}, {"model": NAME, "input": "Hello!"}
+    queue = server.backend.queue
+    for path, content, status, outcome in (
+        (CHAT, "{bad", 400, "refused"),
+        (CHAT, json.dumps({**chat, "model": "other"}), 404, "refused"),
+        (CHAT, json.dumps({**chat, "temperature": -1}), 400, "refused"),
+        (CHAT, json.dumps({**chat, "max_tokens": 10**6}), 400, "refused"),
+        (CHAT, json.dumps({**chat, "fsd": {"threshold": 9}}), 400, "refused"),
+        (EMBEDDINGS, json.dumps(embedded), 200, "ended"),
+        (EMBEDDINGS, json.dumps({**embedded, "input": "x" * 10**5}), 400, "refused"),
+        ("/detokenize", json.dumps({"tokens": [-1]}), 400, "refused"),
+        (EMBEDDINGS, json.dumps(embedded), 429, "queue_full"),
     ):
-        before = refused()
-        reply = httpx.post(
-            f"{server.url}{CHAT}",
-            content=content,
-            headers={"Content-Type": "application/json"},
-            trust_env=False,
-        )
-        assert reply.status_code == status
-        assert refused() == before + 1
+        before = counts()
+        if status == 429:
+            monkeypatch.setattr(queue, "max_waiting", -queue.max_batch)
+        headers = {"Content-Type": "application/json"}
+        reply = server.http.post(path, content=content, headers=headers)
+        assert reply.status_code == status, reply.text
+        expected = dict.fromkeys(outcomes, 0.0) | {outcome: 1.0}
+        assert {name: count - before[name] for name, count in counts().items()} == expected
 
 
 def test_lengths_beyond_the_room_are_errors(server: APIThread, client: openai.OpenAI) -> None:
@@ -305,6 +323,8 @@ def test_tokens_and_version(model: EagleFSD, server: APIThread) -> None:
     assert post("/tokenize", messages=HELLO)["tokens"] == tokenize(model)[0].tolist()
     for path, body in (
         ("/tokenize", {}),
+        ("/tokenize", {"prompt": "word, " * 20_000}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "word, " * 20_000}]}),
         ("/tokenize", {"prompt": "a", "messages": HELLO}),
         ("/detokenize", {"tokens": [10**9]}),
         ("/detokenize", {"tokens": [-1]}),
@@ -342,5 +362,8 @@ def test_answers_stream_while_texts_are_embedded(
     vectors = torch.tensor([item.embedding for item in embedded.data])
     assert torch.allclose(vectors.norm(dim=1), torch.ones(16), atol=1e-4)
     assert embedded.usage.prompt_tokens > 16
+    with pytest.raises(openai.BadRequestError, match="input must have texts of 1 to 2048") as error:
+        client.embeddings.create(model=NAME, input=["Hello!", "a b " * 2000])
+    assert (error.value.code, error.value.param) == ("context_length_exceeded", "input")
     lists = client.embeddings.create(model=NAME, input="Hello!", encoding_format="float")
     assert lists.data[0].embedding == pytest.approx(vectors[0].tolist(), abs=1e-6)

@@ -88,6 +88,9 @@ def test_answers_end_with_an_error_when_the_server_stops(server: APIThread) -> N
     for thread in (stream, plain, server.thread):
         thread.join(TIMEOUT)
     check_ended(stream, replies, "the server is shutting down")
+    metrics: Any = server.backend.queue.observer
+    failed = b'requests_total{outcome="failed"} 2.0'
+    assert seconds_until(lambda: failed in metrics.page(0, 0, 0)) < TIMEOUT
 
 
 @pytest.mark.slow
@@ -139,7 +142,7 @@ def test_answers_get_time_to_end(model: EagleFSD, monkeypatch: pytest.MonkeyPatc
     check_target(model.target)
     server = APIThread(model, shutdown_timeout=TIMEOUT)
     monkeypatch.setattr(Target, "forward_tree", gated)
-    stream = Streamed(server.url, max_tokens=40)
+    stream = Streamed(server.url, max_tokens=40, n=8)
     server.server.should_exit = True
     assert seconds_until(lambda: not server.backend.queue.ready) < TIMEOUT
     statuses = [server.http.get(path).status_code for path in ("/ready", "/health")]
@@ -149,7 +152,18 @@ def test_answers_get_time_to_end(model: EagleFSD, monkeypatch: pytest.MonkeyPatc
     server.thread.join(TIMEOUT)
     assert statuses == [503, 200]
     assert refused.status_code == 503
-    assert stream.events[-1]["choices"][0]["finish_reason"] == "length"
+    choices = [event["choices"][0] for event in stream.events]
+    ended = [choice["index"] for choice in choices if choice["finish_reason"] == "length"]
+    assert sorted(ended) == [*range(8)]
+    server.stop()
+
+
+def test_all_choices_of_a_request_are_admitted(model: EagleFSD) -> None:
+    """A queue with room for one request has room for its choices."""
+    server = APIThread(model, max_batch=1, queue=1)
+    reply = ask(server.url, n=4, max_tokens=2)
+    assert reply.status_code == 200
+    assert len(reply.json()["choices"]) == 4
     server.stop()
 
 

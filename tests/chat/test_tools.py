@@ -173,8 +173,13 @@ def test_prompts_show_tools_calls_and_results(tool_server: APIThread) -> None:
 
 def test_invalid_tools(client: openai.OpenAI, server: APIThread) -> None:
     broken = {"type": "function", "function": {"name": "a", "parameters": {"type": "objekt"}}}
-    named = {"type": "function", "function": {"name": "other"}}
-    call = {"id": "1", "type": "function", "function": {"name": "a", "arguments": "[]"}}
+    named, named_time = (
+        {"type": "function", "function": {"name": name}} for name in ("other", "time")
+    )
+    call, long = (
+        {"id": "1", "type": "function", "function": {"name": "a", "arguments": arguments}}
+        for arguments in ("[]", json.dumps({"text": "word, " * 10_000}))
+    )
     for options, message in (
         ({"tools": [{"type": "search"}]}, "tools.0.type must be"),
         ({"tools": [], "tool_choice": "required"}, "must have tools"),
@@ -183,6 +188,12 @@ def test_invalid_tools(client: openai.OpenAI, server: APIThread) -> None:
         ({"tools": [broken], "tool_choice": "required"}, "tools: Invalid type: objekt"),
         ({"response_format": {"type": "json_object"}}, "must not set both tools and"),
         ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [call]}]}, "JSON object"),
+        (
+            {"messages": [*HELLO, {"role": "assistant", "tool_calls": [long]}]},
+            "characters leave no",
+        ),
+        ({"tool_choice": "required", "extra_body": {"ignore_eos": True}}, "tool_choice excludes"),
+        ({"tool_choice": named_time, "extra_body": {"min_tokens": 60}}, "tool_choice excludes"),
     ):
         with pytest.raises(openai.BadRequestError, match=message):
             ask(client, **options)

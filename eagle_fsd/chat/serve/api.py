@@ -112,8 +112,9 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
     async def failed(_: Request, __: Exception) -> Response:  # the guard logs the exception
         return _error_response(ApiError("the request failed", 500))
 
-    def check_model(name: str, message: str) -> None:
+    def check_model(name: str) -> None:
         if name not in names:
+            message = f"model must be one of {', '.join(names)}; got {name}"
             raise ApiError(message, 404, "model_not_found", "model")
 
     def card(name: str) -> dict[str, Any]:
@@ -129,14 +130,12 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
         }
 
     async def answer(request: ChatRequest | CompletionRequest, client: str) -> Response:
-        known = f"model must be one of {', '.join(names)}; got {request.model}"
-        check_model(request.model, known)
+        check_model(request.model)
         try:
             acceptance = backend.acceptance(request.fsd, request.lossless)
             if request.method == "ar":
                 acceptance = AcceptanceConfig()
         except RequestError as error:
-            metrics.requests.labels("refused").inc()
             raise answer_error(error, request.parameter_names) from error
         certificate = backend.model.certificate_for(acceptance)
         if certificate is not None and not request.decodes_as(certificate):
@@ -168,7 +167,7 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        check_model(name, f"the model {name} does not exist")
+        check_model(name)
         return card(name)
 
     @app.post("/v1/chat/completions")
@@ -181,7 +180,7 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
 
     @app.post("/v1/embeddings")
     async def embed(body: EmbeddingRequest, request: Request) -> Response:
-        check_model(body.model, f"model must be one of {', '.join(names)}; got {body.model}")
+        check_model(body.model)
         try:
             vectors, tokens = await backend.embed(body.input, request.state.client)
         except ANSWER_ERRORS as error:
@@ -189,19 +188,22 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
         return JSONResponse(embedding_response(body, vectors, tokens))
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+        check_model(body.model or names[0])
         chat = to_chat(body.messages) if body.messages else None
+        special, client = body.add_special_tokens, request.state.client
         try:
-            tokens = await backend.tokenize(body.prompt, chat, body.add_special_tokens)
+            tokens = await backend.tokenize(body.prompt, chat, special, client)
         except RequestError as error:
             raise answer_error(error, {}) from error
         length = backend.model.target.context_length
         return {"count": len(tokens), "max_model_len": length, "tokens": tokens}
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
+        check_model(body.model or names[0])
         try:
-            return {"prompt": await backend.detokenize(body.tokens)}
+            return {"prompt": await backend.detokenize(body.tokens, request.state.client)}
         except RequestError as error:
             raise answer_error(error, {"tokens": "tokens"}) from error
 
@@ -249,10 +251,12 @@ async def answer_choices(
 
     async def collect(index: int) -> None:
         try:
-            async with slots, aclosing(backend.answer(params[index], client, method)) as updates:
-                async for _, update in updates:
-                    await arrived.put((index, update))
-                    await asyncio.sleep(0)  # formatting a whole prompt would block others
+            async with slots:  # the first one is admitted for all
+                updates = backend.answer(params[index], client, method, admitted=index > 0)
+                async with aclosing(updates):
+                    async for _, update in updates:
+                        await arrived.put((index, update))
+                        await asyncio.sleep(0)  # formatting a whole prompt would block others
             await arrived.put((index, None))
         except Exception as error:  # raised by the loop below
             await arrived.put((index, error))

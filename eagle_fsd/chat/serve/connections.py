@@ -150,7 +150,7 @@ class BoundedServer(uvicorn.Server):
         if self.queue is not None:
             self.queue.drain()
             end = time.monotonic() + self.shutdown_timeout
-            while len(self.queue) and time.monotonic() < end and not self.force_exit:
+            while self.server_state.tasks and time.monotonic() < end and not self.force_exit:
                 await asyncio.sleep(0.05)
             self.queue.abort("the server is shutting down")
         # Cancelling the answers in progress is expected and not worth a log entry.

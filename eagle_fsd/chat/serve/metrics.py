@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -32,6 +32,8 @@ class ServerMetrics(DecodeObserver):
         gauge = partial(Gauge, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
         self.requests = counter("eagle_fsd_requests", "Requests by outcome.", ["outcome"])
+        for outcome in get_args(Outcome):
+            self.requests.labels(outcome)  # a rate needs a sample before the first one
         self.queue = gauge("eagle_fsd_queue", "Requests waiting or being answered.")
         self.rows = gauge("eagle_fsd_rows", "Requests being decoded: rows in use.")
         self.max_rows = gauge("eagle_fsd_max_rows", "Rows of the batch.")

@@ -133,14 +133,14 @@ class FSDWorker(_BaseWorker):  # type: ignore[misc]
             log.warning("the controller does not accept %s: %s", route, error)
             return None
 
-    async def count_token(self, params: dict[str, Any]) -> dict[str, Any]:
+    async def count_token(self, params: dict[str, Any], client: str) -> dict[str, Any]:
         """Count the tokens of a prompt after applying the chat template.
 
         If the prompt does not fit, the count is the context length and the reply holds the error.
         """
-        names = ("prompt", "prompt_token_ids")
+        given = {name: params.get(name) for name in ("prompt", "prompt_token_ids")}
         try:
-            request = await self.backend.read(_answer_params({n: params.get(n) for n in names}))
+            request = await self.backend.read(_answer_params(given), client)
         except RequestError as error:
             count = self.context_len if error.code == RequestError.CONTEXT else 0
             return {**error_output(str(error), error.code), "count": count}
@@ -262,6 +262,8 @@ def worker_app(worker: FSDWorker) -> FastAPI:
         try:
             work = worker.backend.embed(texts, request.state.client)
             found = await until_disconnected(request.receive, work)
+        except RequestError as error:  # counted by the backend
+            return JSONResponse(error_output(str(error), error.code), status_code=400)
         except QueueFullError as error:
             return JSONResponse(error_output(str(error), OVERLOADED))
         except DecodingError as error:
@@ -280,7 +282,7 @@ def worker_app(worker: FSDWorker) -> FastAPI:
 
     @app.post("/count_token")
     async def count_token(request: Request) -> dict[str, Any]:
-        return await worker.count_token(await json_body(request))
+        return await worker.count_token(await json_body(request), request.state.client)
 
     @app.post("/worker_get_conv_template")
     async def get_conv_template() -> dict[str, Any]:

@@ -74,18 +74,23 @@ class ControlledBackend(LocalBackend):
         vars(self).update(behavior)
 
     async def answer(
-        self, params: Mapping[str, Any], client: str = "", method: str = "fsd"
+        self,
+        params: Mapping[str, Any],
+        client: str = "",
+        method: str = "fsd",
+        admitted: bool = False,
     ) -> AsyncGenerator[tuple[AnswerRequest, JobUpdate], None]:
         self.requests.append((dict(params), method))
         self.active += 1
         try:
             found: Any = None
             if self.fixed is None:
-                updates = [item async for item in super().answer(params, client, method)]
+                answer = super().answer(params, client, method, admitted)
+                updates = [item async for item in answer]
                 request, found = updates[-1]
                 pieces = [piece for _, update in updates for piece in update.pieces]
             else:
-                request = await self.read(params)
+                request = await self.read(params, client)
                 pieces = [self.piece(token) for token in self.fixed]
             stats = {"tau": 2.5, "steps": 2, "tokens_per_second": 50.0, "dropped_messages": 0}
             stats |= {"fuzzy_tokens": 1, "exact_tokens": 1, "target_tokens": 1}
