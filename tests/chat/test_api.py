@@ -213,6 +213,9 @@ INVALID: tuple[tuple[str, dict[str, Any], str], ...] = (
     (CHAT, {"messages": []}, "messages must have at least 1 item"),
     (CHAT, {"messages": "Hello!"}, "messages must be a valid list; got 'Hello!'"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages.0 must have content"),
+    (CHAT, {"messages": [{"role": "tool", "content": None}]}, "messages.0 must have content"),
+    (CHAT, {"method": "ar", "fsd": {"threshold": 0.1}}, "must not set both fsd and method ar"),
+    (COMPLETIONS, {"stream_options": {}}, "must set stream with stream_options"),
     (
         CHAT,
         {"messages": [{"role": "robot", "content": ""}]},

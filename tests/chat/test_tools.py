@@ -184,6 +184,7 @@ def test_invalid_tools(client: openai.OpenAI, server: APIThread) -> None:
         ({"tools": [{"type": "search"}]}, "tools.0.type must be"),
         ({"tools": [], "tool_choice": "required"}, "must have tools"),
         ({"tool_choice": "often"}, "tool_choice must be none, auto, required, or a function"),
+        ({"tool_choice": {"type": "function", "name": "time"}}, "tool_choice must be none, auto,"),
         ({"tool_choice": named}, "must have the tool that tool_choice names"),
         ({"tools": [broken], "tool_choice": "required"}, "tools: Invalid type: objekt"),
         ({"response_format": {"type": "json_object"}}, "must not set both tools and"),

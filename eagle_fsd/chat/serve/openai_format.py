@@ -154,8 +154,9 @@ class Message(Body):
     @model_validator(mode="before")
     @classmethod
     def _check_content(cls, values: Any) -> Any:
-        # It may be null, and is absent where an assistant calls tools.
-        if isinstance(values, dict) and not {"content", "tool_calls"} & values.keys():
+        # An assistant may have called tools only.
+        given = isinstance(values, dict) and values.get("content") is not None
+        if isinstance(values, dict) and not given and values.get("role") != "assistant":
             raise ValueError("must have content")
         return values
 
@@ -246,6 +247,14 @@ class GenerationRequest(AnswerOptions, Body):
     safety_identifier: str = Field(default="", description="Not used.")
     prompt_cache_key: str = Field(default="", description="Not used.")
     _length_name: str = PrivateAttr("max_tokens")
+
+    @model_validator(mode="after")
+    def _check_unused(self) -> GenerationRequest:
+        if self.method == "ar" and self.fsd:
+            raise ValueError("must not set both fsd and method ar")
+        if not self.stream and "stream_options" in self.model_fields_set:
+            raise ValueError("must set stream with stream_options")
+        return self
 
     @property
     def parameter_names(self) -> dict[str, str]:
@@ -735,4 +744,5 @@ def validation_error(error: RequestValidationError) -> ApiError:
         message = str(context["error"])
     else:
         message = f"must {problem['msg'].partition(' should ')[2]}; got {problem['input']!r}"
-    return ApiError(f"{param or 'the request'} {message}", param=param or None)
+    subject = param or ("the request body" if kind == "missing" else "the request")
+    return ApiError(f"{subject} {message}", param=param or None)

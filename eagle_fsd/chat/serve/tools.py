@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from secrets import token_hex
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator
 
 from eagle_fsd.chat.serve.body import Body
 from eagle_fsd.chat.text import Piece, TokenDecoder, overlap
@@ -56,9 +56,12 @@ class NamedTool(Body):
 
 
 def _check_choice(value: Any) -> Any:
-    if value not in ("none", "auto", "required") and not isinstance(value, (dict, NamedTool)):
-        raise ValueError("must be none, auto, required, or a function")
-    return value
+    if value in ("none", "auto", "required"):
+        return value
+    try:
+        return NamedTool.model_validate(value)
+    except ValidationError:  # its first error would be that of the other type
+        raise ValueError("must be none, auto, required, or a function with a name") from None
 
 
 ToolChoice = Annotated[
