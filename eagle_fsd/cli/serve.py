@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shlex
 import sys
 import webbrowser
@@ -53,6 +54,7 @@ def _check_url(url: str, info: ValidationInfo) -> str:
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        valid = valid and "@" not in parts.netloc  # a worker's address gets a key as password
     except ValueError:  # the port is not a number in range
         valid = False
     if not valid:
@@ -60,6 +62,20 @@ def _check_url(url: str, info: ValidationInfo) -> str:
             f"--{info.field_name} must be a URL such as http://machine:21001; got {url}"
         )
     return url.rstrip("/")
+
+
+def _check_origin(url: str) -> str:
+    """Validate the URL of a site; return it as browsers send it."""
+    origin = url.rstrip("/").lower()
+    if not re.fullmatch(r"https?://[^/?#@*\s]+", origin):
+        raise ValueError(f"--allowed-origins must be URLs such as https://chat.example; got {url}")
+    return origin
+
+
+def _check_host(name: str) -> str:
+    if not re.fullmatch(r"[\w.-]+|\[?[0-9a-f:]+\]?", name, re.I):
+        raise ValueError(f"--trusted-hosts must be names without scheme and port; got {name}")
+    return name.strip("[]")
 
 
 def _check_url_or_none(url: str, info: ValidationInfo) -> str:
@@ -75,19 +91,19 @@ class Server(Options):
         tuple[str, ...],
         Field(description="Names of the model for clients, one or several; default: the target's."),
     ] = ()
-    trusted_hosts: tuple[str, ...] = Field(
+    trusted_hosts: tuple[Annotated[str, AfterValidator(_check_host)], ...] = Field(
         (),
         description="Further names of this server in the Host header of requests, such as the"
         " name of a reverse proxy.",
     )
-    allowed_origins: tuple[str, ...] = Field(
+    allowed_origins: tuple[Annotated[str, AfterValidator(_check_origin)], ...] = Field(
         (),
         description="Other sites whose web pages may send requests, such as https://chat.example.",
     )
     shutdown_timeout: float = Field(
         10.0,
         ge=0.0,
-        description="Seconds that requests get to end when the server stops.",
+        description="Seconds that requests have to finish when the server stops.",
     )
 
 

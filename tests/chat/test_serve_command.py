@@ -89,6 +89,28 @@ def test_other_machines_need_a_key(started: list[Any], run: Run) -> None:
     assert not started
 
 
+def test_values_that_never_match_are_errors(started: list[Any], run: Run) -> None:
+    for words, option, value in (
+        (("serve",), "--allowed-origins", "*"),
+        (("serve",), "--allowed-origins", "chat.example"),
+        (("serve",), "--allowed-origins", "https://chat.example/page"),
+        (("serve",), "--trusted-hosts", "https://chat.example"),
+        (("serve",), "--trusted-hosts", "chat.example:8443"),
+        (("serve", "worker"), "--address", "http://user:password@machine:1"),
+        (("demo",), "--temperature", "3"),
+    ):
+        status, _, errors = run(*words, option, value)
+        assert status == 2
+        assert option.removeprefix("--") in errors
+        assert value in errors
+    assert not started
+    hosts = ("--trusted-hosts", "chat.example", "--trusted-hosts", "[::2]")
+    assert run("serve", "--allowed-origins", "https://Chat.example/", *hosts)[0] == 0
+    access = started.pop()[0].access
+    assert access.origins == ("https://chat.example",)
+    assert access.hosts == ("chat.example", "::2", "127.0.0.1")
+
+
 def test_urls_and_keys_of_a_worker(
     started: list[Any], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

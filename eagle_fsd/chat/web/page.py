@@ -62,12 +62,19 @@ def add_page(app: FastAPI, settings: dict[str, Any]) -> None:
 def page_settings(
     about: About, options: AnswerOptions, examples: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the page's settings as JSON values; raises OptionsError for an infinite threshold.
+    """Return the page's settings as JSON values.
+
+    Raises OptionsError for an infinite threshold, and for a temperature that the API rejects.
 
     ``options`` are initial values of the controls, and the values of options without a control;
     ``examples`` are questions that the page suggests.
     """
     acceptance = about.acceptance
+    if options.temperature > MAX_TEMPERATURE:
+        raise OptionsError(
+            f"temperature must be at most {MAX_TEMPERATURE:g} for the web page;"
+            f" got {options.temperature:g}"
+        )
     return {
         "model": about.name,
         "rule": acceptance.rule,
