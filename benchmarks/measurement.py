@@ -299,7 +299,7 @@ def _start(
     contender: Contender, ids: Tensor, timing: Timing, accepted: int | None
 ) -> Iterator[Generation]:
     """Start a call that can take all steps."""
-    options, longest = contender.options(), 1
+    options, longest, model = contender.options(), 1, contender.model
     if contender.acceptance is not None:
         assert contender.tree is not None
         longest = contender.tree.depth + 2
@@ -307,12 +307,14 @@ def _start(
             longest = accepted + 1
             rule = ForcedAcceptance(accepted, rule_for(contender.acceptance))
             rule.timing = True
-            options["rule"] = rule
+            # The wrapped rule has the limits already, and the tree would be that of other rules.
+            unlimited = contender.acceptance.overridden({"max_fuzzy_nats": None, "exact_first": 0})
+            options |= {"rule": rule, "acceptance": unlimited}
+            model = copy.copy(model)
+            model.tree = contender.tree
     # One step more, so that no row ends in a timed one.
     new_tokens = longest * (timing.steps + 1)
-    with contender.model.stream(
-        ids, torch.ones_like(ids), new_tokens, eos_token_id=[], **options
-    ) as call:
+    with model.stream(ids, torch.ones_like(ids), new_tokens, eos_token_id=[], **options) as call:
         yield call
 
 

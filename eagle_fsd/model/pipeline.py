@@ -84,8 +84,8 @@ class EagleFSD:
 
     Attributes:
         model: The target as a Hugging Face model, without wrappers.
-        exact_tree: Shape of the draft tree of lossless calls, those with a threshold of 0.
-            Assigning to :attr:`tree` sets it too.
+        exact_tree: Shape of the draft tree of lossless calls, which accept only the target's own
+            tokens. Assigning to :attr:`tree` sets it too.
         has_default_tree: Whether no argument, file or assignment has set a tree.
         batch_trees: Shapes of the draft trees of lossless calls, by the least number of prompts
             decoded at once; the tokens do not depend on them. Assigning to :attr:`tree` clears
@@ -333,7 +333,8 @@ class EagleFSD:
                   all of it.
                 - ``method``: ``"fsd"``, or ``"ar"`` for plain decoding without a drafter.
                 - ``rule``: an acceptance rule that replaces the one of ``acceptance``, or the name
-                  of one, such as ``"margin 0.8"``; see :class:`AcceptanceConfig`.
+                  of one, such as ``"margin 0.8"``; see :class:`AcceptanceConfig`. The options
+                  ``max_fuzzy_nats`` and ``exact_first`` restrict it.
                 - ``eos_token_id``: one id or several that end a row, ``[]`` for none. Default: the
                   target's.
                 - ``pad_token_id``: fills rows that end before others. Default: the target's, else
@@ -573,7 +574,7 @@ class EagleFSD:
         request = read_options(self.target, self.acceptance, max_new_tokens, offset, **options)
         self._check_method(options.get("method", "fsd"))
         decision = request.decision
-        tree = self.tree_for(decision.acceptance)
+        tree = self.exact_tree if request.uses_batch_trees else self.tree
         sampled = decision.sampling.temperature > 0.0
         samples_chains = self.drafter.draws_chains and tree.top_k == 1 and sampled
         return replace(

@@ -26,7 +26,7 @@ from eagle_fsd.model.random_numbers import seed_keys, token_keys
 from eagle_fsd.model.sampling import Prefix, Sampler, check_warpers
 from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.model.target import Target
-from eagle_fsd.model.verify import TARGET_FAULT, AcceptanceRule
+from eagle_fsd.model.verify import TARGET_FAULT, WHOLE_PATHS, AcceptanceRule
 from eagle_fsd.utils.options import Options
 
 #: Message of the error that NaN or infinite logits of the target raise.
@@ -89,7 +89,7 @@ class Decision:
 
     sampling: SamplingConfig
     acceptance: AcceptanceConfig
-    rule: AcceptanceRule
+    rule: AcceptanceRule = field(hash=False)  # a custom rule need not be hashable
     processors: tuple[LogitsProcessor, ...] = ()
     warpers: tuple[LogitsProcessor, ...] | None = None
     details: int | None = None
@@ -111,7 +111,7 @@ class Decision:
         return cls(
             sampling=SamplingConfig.from_dict(options),
             acceptance=acceptance,
-            rule=rule or rule_for(acceptance),
+            rule=rule_for(acceptance, rule),
             processors=tuple(processors),
             warpers=None if warpers is None else tuple(warpers),
             details=details,
@@ -225,6 +225,7 @@ def read_options(
     warpers = given["logits_warper"]
     if warpers is not None:
         warpers = as_list("logits_warper", warpers)
+    drafted = options.get("method", "fsd") == "fsd"
     decision = Decision.of(
         sampling=sampling,
         acceptance=acceptance,
@@ -233,6 +234,11 @@ def read_options(
         warpers=warpers,
         details=limits.details,
     )
+    if drafted and decision.rule.judges_paths and acceptance.selection not in WHOLE_PATHS:
+        raise ValueError(
+            f"{name_of(decision.rule)} judges whole paths: it needs selection"
+            f" {' or '.join(WHOLE_PATHS)}; got {acceptance.selection}"
+        )
     check_warpers(warpers or (), target.vocab_size, target.device)
     key = sampling.seed
     if key is None and sampling.temperature > 0.0:
@@ -243,9 +249,9 @@ def read_options(
         max_new_tokens=limits.max_new_tokens,
         decision=decision,
         key=key or 0,
-        drafted=options.get("method", "fsd") == "fsd",
+        drafted=drafted,
         # The tokens of lossless decoding do not depend on the draft trees.
-        uses_batch_trees=rule is None and acceptance.lossless,
+        uses_batch_trees=isinstance(decision.rule, ExactRule),
         eos_token_ids=model_end_tokens(target.model) if ends is None else end_tokens(ends),
         criteria=StoppingCriteriaList(as_list("stopping_criteria", given["stopping_criteria"])),
         pad_token_id=limits.pad_token_id,
@@ -266,6 +272,9 @@ def _read_acceptance(
         return acceptance.updated(rule=rule), None
     if rule is not None and not isinstance(rule, AcceptanceRule):
         raise ValueError(f"rule must be an AcceptanceRule or the name of one; got {rule!r}")
+    ignored = [name for name in ("threshold", "min_ratio") if given[name] is not None]
+    if rule is not None and ignored:
+        raise ValueError(f"pass either a rule object or {', '.join(ignored)}, not both")
     return acceptance, rule
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from pairs import batch, random_pair
+from pairs import ACCEPT_ALL, aligned_pair, batch, random_pair
 from torch import Tensor
 from trees import ALWAYS, EXACT, FUZZY, TARGET, A, B, C, D, E, make_inputs, make_tree, outcome
 
@@ -256,6 +256,23 @@ def test_rule_that_judges_whole_paths_requires_longest_selection() -> None:
     for rule in (DeferredRule(), TargetRule(), BudgetRule(), RegretRule(), limited):
         with pytest.raises(ValueError, match="judges whole paths"):
             verify(_star(UNDECIDED, [B], A), rule, selection="target")
+
+
+@dataclass
+class Mutable(AcceptanceRule):
+    """Accepts every token, and has no hash."""
+
+    width: int = 0
+
+
+def test_custom_rule_need_not_be_hashable() -> None:
+    given = aligned_pair()
+    pair = EagleFSD(given.model, given.drafter, given.tree)
+    pair.compile = "auto"  # counts steps by their rule
+    ids = batch()[0][:1]
+    found = pair.generate(ids, max_new_tokens=8, rule=Mutable()).sequences
+    expected = pair.generate(ids, max_new_tokens=8, threshold=ACCEPT_ALL).sequences
+    assert torch.equal(found, expected)
 
 
 def test_typical_rule_uses_the_entropy_bound() -> None:

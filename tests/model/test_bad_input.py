@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, Prompt, SamplingConfig, TreeConfig
-from eagle_fsd.model.acceptance import RULES, MarginRule
+from eagle_fsd.model.acceptance import RULES, DeferredRule, ExactRule, MarginRule
 
 
 class ReadingWarper(LogitsProcessor):
@@ -69,6 +69,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": [[1] * 5]}, r"attention_mask must be a tensor \[B, S\]; got a list"),
     ({"rule": "margn"}, "rule must be one of fsd, typical, .*; got 'margn'"),
     ({"rule": "margin", "threshold": 0.2}, "rule 'margin' takes no threshold; got 0.2"),
+    ({"rule": MarginRule(), "threshold": 0.2}, "^pass either a rule object or threshold, not both"),
+    (
+        {"rule": DeferredRule(), "acceptance": {"selection": "target"}},
+        "DeferredRule judges whole paths: it needs selection longest or priced; got target",
+    ),
     ({"rule": MarginRule}, "rule must be an AcceptanceRule or the name of one; got <class"),
     ({"acceptance": {"treshold": 0.1}}, "unknown option treshold; the options are threshold"),
     ({"acceptance": "margin"}, "acceptance must be of type AcceptanceConfig or dict; got 'margin'"),
@@ -102,6 +107,10 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (
         {"rule": "margin 0.8", "acceptance": {"max_fuzzy_nats": 1.0}},
         {"acceptance": AcceptanceConfig(rule="margin 0.8", max_fuzzy_nats=1.0)},
+    ),
+    (
+        {"rule": RULES["margin 0.8"], "acceptance": {"max_fuzzy_nats": 0.1}},
+        {"acceptance": AcceptanceConfig(rule="margin 0.8", max_fuzzy_nats=0.1)},
     ),
     ({"acceptance": {"threshold": ACCEPT_ALL}}, {"threshold": ACCEPT_ALL}),
     (
@@ -158,6 +167,21 @@ def test_options_may_have_other_forms() -> None:
     )
     assert loaded.tree == TreeConfig(depth=2)
     assert loaded.acceptance == AcceptanceConfig(threshold=ACCEPT_ALL)
+
+
+def test_a_rule_has_the_same_tree_by_name_and_as_an_object() -> None:
+    """Exact verification has a tree of its own."""
+    pair = EagleFSD(random_pair().model, random_pair().drafter, small_tree())
+    pair.exact_tree = small_tree(total_tokens=3)
+    for rule, tree in (
+        ("margin", pair.tree),
+        (MarginRule(), pair.tree),
+        ("fsd", pair.exact_tree),
+        (ExactRule(), pair.exact_tree),
+    ):
+        assert pair.request([5], rule=rule).tree == tree
+    pair.acceptance = AcceptanceConfig(threshold=0.2)
+    assert pair.request([5], rule=ExactRule()).tree == pair.exact_tree
 
 
 def test_tree_wider_than_the_vocabulary_raises() -> None:

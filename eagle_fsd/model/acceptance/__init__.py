@@ -101,15 +101,21 @@ RULES: dict[str, AcceptanceRule] = {
 }
 
 
-def rule_for(acceptance: AcceptanceConfig) -> AcceptanceRule:
-    """Return FSD's rule or the named one; exact verification without any."""
-    if acceptance.lossless:
-        return ExactRule()
-    rule = RULES.get(acceptance.rule) or FuzzyRule(
-        acceptance.threshold,
-        acceptance.divergence,
-        acceptance.min_ratio,
-        acceptance.divergence_on,
+def rule_for(acceptance: AcceptanceConfig, rule: AcceptanceRule | None = None) -> AcceptanceRule:
+    """Return ``rule``, else the one of the options, with their limits; exact without any."""
+    if rule is None and acceptance.lossless:
+        rule = ExactRule()
+    if isinstance(rule, ExactRule):
+        return rule
+    rule = (
+        rule
+        or RULES.get(acceptance.rule)
+        or FuzzyRule(
+            acceptance.threshold,
+            acceptance.divergence,
+            acceptance.min_ratio,
+            acceptance.divergence_on,
+        )
     )
     if acceptance.exact_first:
         rule = DelayedRule(rule, acceptance.exact_first)
