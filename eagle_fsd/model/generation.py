@@ -136,10 +136,12 @@ def _decode(
             stats.passes = batch.passes
             stats.prefilled = sum(answer.stats.prefilled for answer in answers)
             stats.seconds = batch.seconds
-            for answer, chunk in found:
+            for _, chunk in found:
+                if chunk.tokens:
+                    yield chunk
+            for answer, _ in found:
                 if answer.error is not None:
                     raise answer.error
-                yield chunk
 
 
 def decode_many(batch: Batch, requests: Iterator[Request]) -> Iterator[Completion]:

@@ -359,4 +359,8 @@ class Answer:
         if not request.criteria:
             return False
         ids = torch.cat([request.ids, request.ids.new_tensor(self.tokens)])
-        return bool(request.criteria(ids[None], None).any())
+        try:
+            return bool(request.criteria(ids[None], None).any())
+        except Exception as error:  # of any kind: other answers continue
+            self.error = error
+            return True

@@ -115,6 +115,30 @@ def test_stopping_criteria_are_checked_after_every_token() -> None:
         assert stopped[-1] or length == ids.shape[1] + NEW_TOKENS
 
 
+def test_stopping_criterion_that_fails_ends_its_row_only() -> None:
+    """The other answers come first; a stream yields all tokens of its output before the error."""
+    pair, (ids, mask) = aligned_pair(), left_padded(prompt(6, 1), prompt(6, 2))
+
+    def fail(input_ids: Tensor, scores: Any, **_options: Any) -> Tensor:
+        if input_ids[0, 0] == ids[0, 0] and input_ids.shape[1] > 12:
+            raise KeyError(7)
+        return torch.tensor([False])
+
+    stream = pair.stream(ids, mask, max_new_tokens=20, stopping_criteria=fail)
+    chunks = []
+    with pytest.raises(KeyError):
+        chunks.extend(stream)
+    out = stream.output()
+    for row in range(2):
+        new = [token for chunk in chunks if chunk.row == row for token in chunk.tokens]
+        assert answers(out)[row, : len(new)].tolist() == new
+        assert int((out.origins[row] != Origin.PADDING).sum()) == len(new) > 0
+    found = []
+    with pytest.raises(KeyError):
+        found.extend(pair.generate_many([*ids, *ids], 20, max_batch=2, stopping_criteria=fail))
+    assert sorted(item.index for item in found) == [1, 3]
+
+
 def test_context_length_limits_rows() -> None:
     """A prompt that fills the context is rejected."""
     model = tiny_target(max_position_embeddings=24)
