@@ -522,8 +522,8 @@ def check_folder(task: Task) -> None:
     """Raise ValueError if the folder holds another calibration; record what this one chooses from.
 
     A calibration cannot grow: with more questions, some that certified settings would select them,
-    and with more settings, the tests that were fixed would not be those of the best ones. Other
-    options of decoding would replace the trees, without which it cannot be resumed.
+    and with more settings, the tests that were fixed would not be those of the best ones. Answers
+    with other options of decoding are not comparable.
     """
     folder, config, (_, selecting) = task.folder, task.config, task.selecting
     measure_names = set(MeasureConfig.model_fields)
