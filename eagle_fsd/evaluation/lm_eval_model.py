@@ -99,9 +99,9 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
         acceptance = _take(options, AcceptanceConfig.model_fields)
         if options.get("device") == HARNESS_DEVICE:  # None is the first GPU, or else the CPU
             del options["device"]
-        if "head" in options:
-            options.setdefault("drafter", options.pop("head"))
-        loaded = PairOptions.from_dict({"target": pretrained, **options})
+        if pretrained is not None and options.setdefault("target", pretrained) != pretrained:
+            raise OptionsError("pretrained is another name of target: pass only one of them")
+        loaded = PairOptions.from_dict(options)
         self.pair = EagleFSD.from_pretrained(
             loaded.target,
             loaded.drafter,
@@ -111,7 +111,7 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
             quantize=loaded.quantize,
             settings=settings,
         )
-        # Memory for batches is planned, so "auto" need not find out.
+        # Batches are fitted to the memory anyway, so "auto" needs no search.
         self._rows = max_batch_size if str(batch_size).startswith("auto") else int(batch_size)
         self.pair.compile = bool(loaded.compile)
         self.pair.capture = loaded.capture
@@ -166,11 +166,14 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
             raise OptionsError(
                 f"max_gen_toks must be less than max_length, {self.max_length}; got {limit}"
             )
-        eos = pair.eos_token_ids
+        eos = [*pair.eos_token_ids, self.eot_token_id]
         if template is not None:
-            eos = [*eos, *template.stop_token_ids]
+            eos += template.stop_token_ids
             stop |= set(template.stop)
-        strings = sorted(stop - {self.tok_decode(self.eot_token_id, skip_special_tokens=False), ""})
+        # Answers are decoded without special tokens, so these end them as tokens.
+        added = self.tokenizer.added_tokens_decoder
+        eos += [token for token, item in added.items() if item.special and item.content in stop]
+        strings = sorted(stop - {item.content for item in added.values() if item.special} - {""})
         acceptance = pair.acceptance.updated(**options.pop("fsd", {}))
         (ids,), _ = self.tok_batch_encode(
             [context], left_truncate_len=self.max_length - limit, truncation=self.truncation

@@ -15,6 +15,7 @@ from harness import (
     ANSWER_LENGTH,
     ANSWERS,
     LM_EVAL,
+    QUESTIONS,
     TASKS,
     Samples,
     check_answers,
@@ -43,11 +44,33 @@ for options in json.loads(sys.argv[1]):
     pair = EagleFSDModel(settings=sys.argv[2], **options).pair
     trees = [pair.tree, pair.exact_tree, *pair.batch_trees.values()]
     print(json.dumps([tree.model_dump() for tree in trees]))
-try:
-    EagleFSDModel(thresold=0.1)
-except ValueError as error:
-    print(error)
+for options in ({"thresold": 0.1}, {"pretrained": "a", "target": "b"}):
+    try:
+        EagleFSDModel(**options)
+    except ValueError as error:
+        print(error)
 """
+#: Prints answers of the bundled target that end at a special token, which is no end token.
+PRINT_ANSWERS = """
+import json, sys
+from lm_eval.api.instance import Instance
+from eagle_fsd.evaluation.lm_eval_model import EagleFSDModel
+model = EagleFSDModel(drafter="ngram")
+model.pair.model.generation_config.eos_token_id = model.tokenizer.pad_token_id
+model.tokenizer.eos_token = model.tokenizer.pad_token
+arguments = {"until": ["<|end|>"], "max_gen_toks": 80}
+texts = json.loads(sys.argv[1])
+requests = [Instance("generate_until", {}, (text, arguments), 0) for text in texts]
+print(json.dumps(model.generate_until(requests, disable_tqdm=True)))
+"""
+
+
+def printed_by(arguments: list[str]) -> str:
+    """Run a program that has the harness; return what it prints."""
+    environment = {**os.environ, "PYTHONPATH": str(LM_EVAL), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def answers(**arguments: object) -> dict[str, Any]:
@@ -146,13 +169,17 @@ class TestHarness:
         file.write_text(json.dumps({**own, "exact": exact, "batch": {"4": batch}}))
         options = [{}, {"threshold": 0.2}, {"total_tokens": 6, "tree_top_k": 1}]
         arguments = [sys.executable, "-c", PRINT_TREES, json.dumps(options), str(file)]
-        environment = {**os.environ, "PYTHONPATH": str(LM_EVAL), "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+        output = printed_by(arguments)
+        printed = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
         changed = {"total_tokens": 6, "depth": 4, "top_k": 1}
         assert printed == [[own, exact, batch]] * 2 + [[changed, changed]]
-        assert "unknown option thresold" in done.stdout
+        assert "unknown option thresold" in output
+        assert "pretrained is another name of target: pass only one of them" in output
+
+    def test_answers_end_at_stop_strings_that_are_special_tokens(self, model: EagleFSD) -> None:
+        output = printed_by([sys.executable, "-c", PRINT_ANSWERS, json.dumps(QUESTIONS)])
+        expected = [greedy_answer(model, text, 80) for text in QUESTIONS]
+        assert json.loads(output.splitlines()[-1]) == expected
 
 
 def test_missing_harness(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
