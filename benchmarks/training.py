@@ -1,4 +1,4 @@
-"""Time a training step of heads of SmolLM2's shape against its floor.
+"""Time a training step of heads of SmolLM2's shape on a CPU against its floor.
 
 ::
 
@@ -11,7 +11,6 @@ floor is the number of its multiplications over the rate of a large matrix produ
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Sequence
 
@@ -39,14 +38,13 @@ COLUMNS = {
     "ms": "ms per token",
     "floor": "floor",
     "ratio": "times the floor",
-    "memory": "peak memory (MB)",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Time the steps, print the table and save it."""
     parser = new_parser("Time a training step.", compiles=False)
-    options = parse(parser, arguments, dtype="float32")
+    options = parse(parser, arguments, device="cpu", dtype="float32")
     scale = 8 if options.quick else 1
     config = LlamaConfig(
         vocab_size=49_152 // scale,
@@ -58,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         head_dim=64 // scale,
         tie_word_embeddings=True,
     )
-    model = LlamaForCausalLM(config).to(options.device).requires_grad_(False)
+    model = LlamaForCausalLM(config).requires_grad_(False)
     target, tokens, rows = Target(model.eval()), 512 // scale, []
     rate = _multiplications_per_second(target, tokens)
     for name, given, stored in progress(CASES, "heads"):
@@ -67,7 +65,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             given["draft_vocab_size"] //= scale
         settings = TrainConfig.from_dict(given)
         seconds, count = _step(target, settings, tokens, stored)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
         floor = count / rate
         rows.append(
             {
@@ -76,7 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "ms": 1e3 * seconds,
                 "floor": 1e3 * floor,
                 "ratio": seconds / floor,
-                "memory": peak,
             }
         )
         note = f"{tokens} tokens per step, processor time; {rate / 1e9:.0f} G multiplications/s."

@@ -227,6 +227,8 @@ def test_options_that_a_script_cannot_use_are_refused(
         (revisions, ["--threads", "2"], "--threads must be 1; got 2"),
         (serving, ["--threads", "2"], "--threads must be 1; got 2"),
         (training, ["--dtype", "bfloat16"], "--dtype must be float32; got bfloat16"),
+        (training, ["--device", "cuda"], "--device must be cpu; got cuda"),
+        (shapes, ["--growth", "--tree", "8/2/2", "8/3/2"], "--growth takes one --shape and --tree"),
         (compare, ["--count", "1"], "--count must be at least 2; got 1"),
         (engines, ["--vllm-python", "python", "--device", "cuda"], "must be cpu; got cuda"),
     ):
