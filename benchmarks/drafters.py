@@ -8,8 +8,8 @@ All methods answer the same problems greedily, problem by problem in turn, so th
 machine's speed affect all of them alike. A few problems select the best tree of every drafter and
 setting; the table is measured on others. The first answer of every method is not counted.
 
-There are two sets: the bundled word problems, and copies, which are word problems that follow two
-versions of themselves about other people, with answers.
+There are two sets: the bundled word problems, and copies: word problems, each preceded by two
+solved versions of itself about other people.
 """
 
 from __future__ import annotations
@@ -85,10 +85,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 way, name = Contender(setting, pair, acceptance), f"{drafter}, {setting}"
                 candidates.append(pair_method(name, way, tree, new_tokens))
     tables: list[Table] = []
-    for name, tasks in task_sets(bundled.tokenizer, options.trial + options.count).items():
-        answer_in_turn(candidates, tasks[: options.trial], "selecting trees")
-        methods, counted = [plain, *fastest(candidates).values()], tasks[options.trial :]
-        answer_in_turn(methods, counted, "answering")
+    number = 1 + options.trial + options.count
+    # The adaptive drafter must not have answered a counted task before.
+    for name, (warm_up, *tasks) in task_sets(bundled.tokenizer, number).items():
+        trial, counted = tasks[: options.trial], tasks[options.trial :]
+        answer_in_turn(candidates, trial, "selecting trees", warm_up=warm_up)
+        methods = [plain, *fastest(candidates).values()]
+        answer_in_turn(methods, counted, "answering", warm_up=warm_up)
         rows = [summarize(method, plain, counted, bundled.tokenizer) for method in methods]
         note = (
             f"{options.count} tasks, greedy, at most {new_tokens} new tokens;"

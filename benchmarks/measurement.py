@@ -471,9 +471,14 @@ def answer_in_turn(
     tasks: Sequence[Task],
     label: str,
     after: Callable[[int], None] = lambda _: None,
+    warm_up: Task | None = None,
 ) -> None:
-    """Do all tasks, after the first one once without counting it, and report their number."""
-    for index, task in enumerate(progress([tasks[0], *tasks], label)):
+    """Answer all tasks with each method in turn, after an uncounted answer to ``warm_up``.
+
+    That is by default the first task. ``after`` is called with the number of tasks that count so
+    far.
+    """
+    for index, task in enumerate(progress([warm_up or tasks[0], *tasks], label)):
         for method in methods:
             answer = method.generate(task.ids)
             method.answers = [answer] if index < 2 else [*method.answers, answer]
@@ -491,7 +496,7 @@ def fastest(methods: Iterable[Method]) -> dict[str, Method]:
 
 
 def keep_best(functions: Mapping[str, Callable[[], object]], seconds: dict[str, float]) -> None:
-    """Run functions in turn, and keep the least seconds of each."""
+    """Run functions in turn, and keep the shortest time of each."""
     for name, run in functions.items():
         synchronize()
         start = time.perf_counter()

@@ -27,7 +27,7 @@ import step
 import summary
 import torch
 import training
-from measurement import EXACT, FSD, PLAIN, Task
+from measurement import EXACT, FSD, PLAIN, Answer, Method, Task, answer_in_turn
 
 from eagle_fsd import AcceptanceConfig
 from eagle_fsd.model.engine import Engine
@@ -235,6 +235,19 @@ def test_options_that_a_script_cannot_use_are_refused(
         with pytest.raises(SystemExit):
             script.main(["--quick", *words])
         assert message in capsys.readouterr().err
+
+
+def test_warm_up_is_neither_counted_nor_asked_again() -> None:
+    asked: list[int] = []
+
+    def generate(ids: list[int]) -> Answer:
+        asked.extend(ids)
+        return Answer([*ids], 1, 1.0)
+
+    method, tasks = Method("a", "", generate), [Task([number], 0) for number in range(3)]
+    answer_in_turn([method], tasks[1:], "answering", warm_up=tasks[0])
+    assert asked == [0, 1, 2]
+    assert [answer.tokens for answer in method.answers] == [[1], [2]]
 
 
 def test_comparison_with_hugging_face(quick: Quick, tmp_path: Path) -> None:
