@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def own_answers(target: str, prompts: Sequence[list[int]], length: int) -> list[list[int]]:
     """Return the tokens of this library's answers, by plain decoding."""
-    model = EagleFSD.from_pretrained(target, "ngram")
+    model = EagleFSD.from_pretrained(target, "ngram", dtype=torch.float32, device_map="cpu")
     answers = []
     for ids in progress(prompts, "answering here"):
         found = model.generate(torch.tensor([ids]), max_new_tokens=length, method="ar")

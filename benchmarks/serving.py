@@ -148,16 +148,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         batch = ["--max-batch", str(options.max_batch)] if options.max_batch else []
         compiled = "--compile" if options.compile else "--no-compile"
         dtype = str(options.dtype).removeprefix("torch.")
-        extra = ["--drafter", str(folder / "head"), "--device", options.device, "--dtype", dtype]
-        extra += [compiled, *batch]
+        common = ["--drafter", str(folder / "head"), "--device", options.device, "--dtype", dtype]
+        extra = {NEW: [*common, compiled, *batch], OLD: [*common, "--no-compile"]}
         roots = {NEW: ROOT}
         if options.revision:
             unpack(options.revision, folder / "revision")
             roots[OLD] = folder / "revision"
         for name, root in roots.items():
             if not (root / "eagle_fsd/model/drafters").exists():  # it has fewer options
-                extra = ["--head", str(folder / "head"), "--device", options.device]
-            servers[name] = stack.enter_context(start_server(root, options.tree, extra))
+                if dtype != "float32":
+                    parser.error(f"--dtype must be float32 with revision {options.revision}")
+                extra[name] = ["--head", str(folder / "head"), "--device", options.device]
+            servers[name] = stack.enter_context(start_server(root, options.tree, extra[name]))
             memory[name] = [servers[name].memory()]
         for server in servers.values():
             asyncio.run(send(server.url, requests[: 2 * max(clients)], max(clients)))  # a warm-up
