@@ -83,9 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tasks = word_problems(model.tokenizer, options.count + max(sizes))
     prompts: list[Any] = [task.ids for task in tasks]
     ways = contenders(model)
+    model.compile = options.compile
     runs: dict[tuple[int, str], Run] = {}
     for size, way in progress([(size, way) for size in sizes for way in ways], "answering"):
-        model.compile = options.compile
         warm_up, timed = prompts[options.count :][:size], prompts[: options.count]
         runs[size, way.name] = answer(way, warm_up, timed, new_tokens)
         _save(options, ways, runs, new_tokens, finished=False)

@@ -5,11 +5,11 @@
     python benchmarks/compare.py --count 100
 
 All answer the same word problems greedily with the same weights, problem by problem in turn, each
-call timed as a whole. FSD uses the settings and the tree of the bundled ``fsd.json``. Prompt lookup
-and assisted generation (with the bundled draft model) use the number of drafted tokens, and exact
-verification the tree, that is fastest on a few other problems. With ``--compile``, this project's
-methods are measured both with and without compilation. The first answer of every method is not
-counted.
+call timed as a whole. FSD uses the settings and the tree of the bundled ``fsd.json``. The number of
+drafted tokens of prompt lookup and assisted generation (with the bundled draft model), and the tree
+of exact verification, are those that are fastest on a few other problems. With ``--compile``, this
+project's methods are measured both with and without compilation. The first answer of every method
+is not counted.
 
 With ``--eagle`` and ``--eagle-python``, the official EAGLE code decodes too, in a process of its
 own, with the bundled head and the trees ``--tree``, and is compared with exact decoding at these

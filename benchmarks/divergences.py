@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     new_tokens, bisections = 256, BISECTIONS
     if options.quick:
         options.count, new_tokens, bisections = 2, 12, 1
-    allowed = math.floor(options.limit / 100.0 * options.count)
+    allowed = math.floor(options.limit * options.count / 100.0 + 1e-9)
     note = (
         f"{options.count} problems, greedy, at most {new_tokens} new tokens, no floor; T is the"
         f" largest of those tried that loses at most {allowed} more answers than it gains."

@@ -5,8 +5,8 @@
     python benchmarks/operations.py
     python benchmarks/operations.py --threads 2 --dtype bfloat16
 
-The target has random weights and the shape of Llama with 0.5 billion parameters and 128,256 tokens;
-the tree is EAGLE-2's of 60 nodes. What is compared runs in turn; the best of several times counts.
+The target is a Llama of Qwen2.5-0.5B's shape with random weights and Llama 3's 128,256 tokens; the
+tree is EAGLE-2's of 60 nodes. What is compared runs in turn; the best of several times counts.
 
 The read-out of a level of the tree gives the distributions of ten nodes. A head keeps their
 log-probabilities; the other possibility is to keep the logits and one normalizer per node.

@@ -195,6 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options = parse(parser, arguments)
     if options.growth:
+        if len(options.shape or ()) > 1 or len(options.tree or ()) > 1:
+            parser.error("--growth takes one --shape and --tree")
         grow(options)
         return
     cpu = options.device == "cpu"

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def serve(package: str, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Write the package's folder to standard output, then answer requests until their end.
+    """Write the package's folder to standard output, then answer requests until the input ends.
 
     Requests are read from standard input and results are written to standard output, each as JSON
     on a line. What ``answer`` prints goes to standard error.
