@@ -28,7 +28,6 @@ from recipes.measure import measure
 
 THRESHOLDS = (0.05, 0.1, 0.2)
 MIN_RATIO = 0.1
-RESULT_FILE = "compared.json"
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ def main() -> None:
     """Train and measure the variants, and print a table."""
     parser = argparse.ArgumentParser(description="Compare options of the head's training.")
     parser.add_argument(
-        "--work", type=Path, default=Path("runs/compare"), help="folder for chats and trainings"
+        "--work", type=Path, default=Path("runs/compare"), help="parent of chats and trainings"
     )
     parser.add_argument("--chats", type=int, default=8000, help="chats to train on")
     parser.add_argument("--steps", type=int, default=1500, help="optimizer steps of each variant")
@@ -59,8 +58,9 @@ def main() -> None:
     )
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    options.work.mkdir(parents=True, exist_ok=True)
-    data = write_chats(options.work / "chats.jsonl", options.chats)
+    work = options.work / f"{options.chats}-chats-{options.steps}-steps-of-{options.batch_size}"
+    work.mkdir(parents=True, exist_ok=True)
+    data = write_chats(work / "chats.jsonl", options.chats)
     common = TrainConfig(
         max_steps=options.steps,
         batch_size=options.batch_size,
@@ -74,13 +74,13 @@ def main() -> None:
     for variant, changes in VARIANTS.items():
         if options.only and variant not in options.only:
             continue
-        folder = TrainingFolder(options.work / variant.replace(" ", "-"))
+        folder = TrainingFolder(work / variant.replace(" ", "-"))
         if not (folder.path / RECORD_FILE).exists():
             log.info("training: %s", variant)
             request = TrainRequest(data=data, out=folder.path, resume=folder.exists)
             with TrainingProgress() as on_metrics:
                 train(request, common.updated(**changes), on_metrics=on_metrics)
-        file = folder.path / RESULT_FILE
+        file = folder.path / f"compared-{options.problems}.json"
         if not file.exists():
             atomic_write(file, json.dumps(measure_head(folder.path, options.problems), indent=2))
         results[variant] = json.loads(file.read_text(encoding="utf-8"))
