@@ -6,6 +6,7 @@ from eagle_fsd.model.checkpoint import write_ranks
 from eagle_fsd.train.config import RanksRequest
 from eagle_fsd.train.dataset import count_answer_tokens, rank_by_frequency
 from eagle_fsd.train.loaded_target import LoadedTarget
+from eagle_fsd.utils.options import OptionsError
 from eagle_fsd.utils.progress import ProgressFactory, no_progress
 
 
@@ -16,6 +17,8 @@ def rank_tokens(
 
     ``progress`` reports ``reading`` (in bytes) and ``counting`` (in chats).
     """
+    if request.out.is_dir():
+        raise OptionsError(f"out must be a file; got the folder {request.out}")
     request.out.parent.mkdir(parents=True, exist_ok=True)
     loaded = LoadedTarget.load(request, "cpu", token, layers=False)
     with progress("reading") as report:

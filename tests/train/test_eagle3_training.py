@@ -347,6 +347,8 @@ def test_tokens_of_answers_are_ranked_by_frequency(tmp_path: Path) -> None:
     """Ranks match a recount with the data set's masks; unseen tokens follow in ascending order."""
     write_chats(tmp_path / "chats.jsonl", 20, 3)
     request = RanksRequest(data=tmp_path / "chats.jsonl", out=tmp_path / "head" / "ranks")
+    with pytest.raises(OptionsError, match="out must be a file; got the folder"):
+        rank_tokens(request.updated(out=tmp_path))
     occurring = rank_tokens(request)
     ranks = load_file(request.out)["tokens"].tolist()
     loaded = LoadedTarget.load(request, "cpu", layers=False)
