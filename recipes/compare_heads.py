@@ -41,6 +41,7 @@ def compare_heads(pair: Path, problems: int = PROBLEMS, others: Sequence[Path] =
     """Measure tau of exact decoding with both heads and others; return a Markdown table by tree."""
     heads = [(name, pair / folder) for name, folder in HEADS]
     heads += [(folder.name, folder) for folder in others]
+    tokens = [f"{read_record(folder)['tokens'] / 1e6:.2f} M" for _, folder in heads]
     rows = []
     for tree in TREES:
         options = [word for option in zip(TREE_OPTIONS, tree, strict=True) for word in option]
@@ -49,7 +50,6 @@ def compare_heads(pair: Path, problems: int = PROBLEMS, others: Sequence[Path] =
             found = measure(pair / "target", folder, problems, ("exact",), *options)
             cells.append(f"{found['exact']['tau']:.2f}")
         rows.append(cells)
-    tokens = [f"{read_record(folder)['tokens'] / 1e6:.2f} M" for _, folder in heads]
     table = markdown(["tree", *(name for name, _ in heads)], [*rows, ["training tokens", *tokens]])
     environment = describe_environment()
     versions = environment["versions"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from eagle_fsd.cli.train import TrainingProgress
 from eagle_fsd.model.config import SETTINGS_FILE, TargetOptions
 from eagle_fsd.train.config import TrainConfig, TrainRequest
 from eagle_fsd.train.heads import load_for_training, save_trained
-from eagle_fsd.train.loaded_target import LoadedTarget
+from eagle_fsd.train.loaded_target import load_frozen_target
 from eagle_fsd.train.model_card import CARD_FILE
 from eagle_fsd.train.record import RECORD_FILE, read_record
 from eagle_fsd.train.run import train
@@ -29,11 +30,19 @@ def train_and_save(
     """Train a head, and save it in half precision, without settings for an earlier one."""
     with TrainingProgress() as on_metrics:
         train(request, config, progress=progress, on_metrics=on_metrics)
-    loaded = LoadedTarget.load(TargetOptions(target=request.target, dtype="float32"))
-    head = load_for_training(request.out, config.head_type, loaded.target)
+    options = TargetOptions(target=request.target, dtype="float32")
+    target = load_frozen_target(options, layers=False)
+    head = load_for_training(request.out, config.head_type, target)
     save_trained(head, out, dtype)
     shutil.copy(request.out / RECORD_FILE, out / RECORD_FILE)
     (out / SETTINGS_FILE).unlink(missing_ok=True)
+
+
+def write_questions(path: Path, questions: Iterable[str]) -> None:
+    """Write chats whose answers are placeholders, for ``regenerate`` to replace."""
+    answer = {"role": "assistant", "content": "..."}
+    chats = ([{"role": "user", "content": question}, answer] for question in questions)
+    atomic_write(path, "".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
 
 
 #: The end of every card.

@@ -54,17 +54,24 @@ from eagle_fsd.train.training_folder import TrainingFolder
 from eagle_fsd.utils.files import atomic_write, read_jsonl
 from recipes.measure import measure
 from recipes.overlap import Overlaps, questions
-from recipes.publish import describe_measurement, describe_tree, train_and_save, write_card
+from recipes.publish import (
+    describe_measurement,
+    describe_tree,
+    train_and_save,
+    write_card,
+    write_questions,
+)
 
 TARGET = "smollm2"
 STAGES = ("chats", "eagle2", "eagle3", "tune", "calibrate", "card", "curve", "speed")
 SHARED = Path("../shared/data")
 #: Questions whose answers are written for training.
 GSM8K = "gsm8k_train.jsonl"
+SPEC_BENCH = "spec_bench_question.jsonl"
 #: Benchmarks whose questions are never trained on.
 BENCHMARKS = (
     "mt_bench_question.jsonl",
-    "spec_bench_question.jsonl",
+    SPEC_BENCH,
     "ifeval_prompts.jsonl",
     "gsm8k_test.jsonl",
 )
@@ -201,14 +208,14 @@ class Recipe:
         for part in range(self.scale.parts):
             if part_name(part) in read_hashes(self.chats):
                 continue
-            chats = [*self._synthesize(part), *self._answer_questions(part)]
+            overlaps = Overlaps(())
             if SHARED.is_dir():
                 overlaps = Overlaps(q for name in BENCHMARKS for q in questions(SHARED / name))
-                kept = [chat for chat in chats if overlaps.find(chat) is None]
-                log.info("%d chats share a question with a benchmark", len(chats) - len(kept))
-                chats = kept
             else:
                 log.warning("%s is missing: the chats are not compared with benchmarks", SHARED)
+            written = [*self._synthesize(part), *self._answer_questions(part)]
+            chats = [chat for chat in written if overlaps.find(chat) is None]
+            log.info("%d chats share a question with a benchmark", len(written) - len(chats))
             pack_chats(chats, self.chats, part)
 
     def _synthesize(self, part: int) -> list[Chat]:
@@ -230,15 +237,11 @@ class Recipe:
         if not (SHARED / GSM8K).exists():
             return []
         prompts, out = self.work / f"questions-{part}.jsonl", self.work / f"answered-{part}.jsonl"
-        lines = []
         start = part * self.scale.answers
-        for question in islice(questions(SHARED / GSM8K), start, start + self.scale.answers):
-            answer = {"role": "assistant", "content": "..."}  # the target's answer replaces it
-            messages = [{"role": "user", "content": question}, answer]
-            lines.append(json.dumps({"messages": messages}) + "\n")
-        if not lines:
+        own = list(islice(questions(SHARED / GSM8K), start, start + self.scale.answers))
+        if not own:
             return []
-        atomic_write(prompts, "".join(lines))
+        write_questions(prompts, own)
         config = RegenerateConfig(
             max_new_tokens=self.scale.max_new_tokens, batch_size=self.scale.batch_size
         )
@@ -292,6 +295,7 @@ class Recipe:
     def select_settings(self, command: str, name: str) -> None:
         """Run ``eagle-fsd tune`` or ``calibrate`` on the questions that are not trained on."""
         tuning = self._tuning_questions()
+        questions: str | Path
         file, tokens = SHARED / BENCHMARKS[2], min(256, self.scale.max_new_tokens)
         options: dict[str, object] = {
             "--target": TARGET,
@@ -303,7 +307,7 @@ class Recipe:
             questions, count = tuning, self.scale.tuning
             options["--max-new-tokens"] = tokens // 2
         else:
-            questions, count = file if file.exists() else Path("ifeval"), self.scale.prompts
+            questions, count = file if file.exists() else "ifeval", self.scale.prompts
             options |= {"--select-on": tuning, "--select-regret": MAX_REGRET}
             options |= {"--max-drop": MAX_DROP, "--max-new-tokens": tokens}
         if count is not None:
@@ -329,12 +333,14 @@ class Recipe:
     def write_card(self, name: str) -> None:
         """Measure a head on Spec-Bench, and write its model card."""
         rows = self._measure(self.head(name), "exact", "fsd")
-        lines = [describe_measurement(self.scale.questions, "questions of Spec-Bench"), ""]
+        count = min(row["answers"] for row in rows.values())
+        lines = [describe_measurement(count, "questions of Spec-Bench"), ""]
         lines += ["| decoding | tree | tau |", "|---|---|---|"]
         for method, row in rows.items():
             lines.append(f"| {method} | {describe_tree(row)} | {row['tau']:.2f} |")
         card = _CARD.replace("{kind}", name.upper().replace("EAGLE", "EAGLE-"))
-        write_card(self.head(name), card, "\n".join(lines), len(self._split_chats()[1]))
+        chats = read_record(self.head(name))["data"]["records"]
+        write_card(self.head(name), card, "\n".join(lines), chats)
 
     def measure_curve(self) -> None:
         """Train heads on fewer tokens, and measure tau of exact decoding with each."""
@@ -367,6 +373,9 @@ class Recipe:
         common: dict[str, object] = {"--target": TARGET, "--drafter": self._drafter("eagle3")}
         common["--max-new-tokens"] = min(128, self.scale.max_new_tokens)
         for name, factor in FACTORS.items():
+            if factor.context and not (SHARED / SPEC_BENCH).exists():
+                log.warning("%s needs %s", name, SHARED / SPEC_BENCH)
+                continue
             folder = self.work / "speed" / name.replace(" ", "-")
             settings, words = self.head("eagle3") / "fsd.json", factor.options
             if factor.tuned:
@@ -380,8 +389,7 @@ class Recipe:
                 options["--assistant"] = "ngram"
             if factor.context:
                 options["--system"] = long_text(factor.context)
-            questions = SHARED / BENCHMARKS[1]
-            run_command("evaluate", questions, options, *words, threads=factor.threads)
+            run_command("evaluate", spec_bench(), options, *words, threads=factor.threads)
             rows = json.loads((folder / "evaluate" / "report.json").read_text())["rows"]
             best = max(row["tokens_per_second"] for row in rows if row["method"].startswith("hf"))
             for row in rows:
@@ -392,20 +400,20 @@ class Recipe:
             atomic_write(self.data / "smollm2_speed.md", "\n".join(lines) + "\n")
 
     def _measure(self, head: Path, *methods: str) -> dict[str, dict[str, Any]]:
-        file, limit = SHARED / BENCHMARKS[1], min(256, self.scale.max_new_tokens)
+        limit = min(256, self.scale.max_new_tokens)
         return measure(
             TARGET,
             head,
             self.scale.questions,
             methods,
-            questions=file if file.exists() else "spec-bench",
+            questions=spec_bench(),
             max_new_tokens=limit,
         )
 
 
 def run_command(
     command: str,
-    questions: Path,
+    questions: str | Path,
     options: Mapping[str, object],
     *flags: str,
     threads: int | None = None,
@@ -417,10 +425,16 @@ def run_command(
     subprocess.run(words, check=True, env={**os.environ, **environment})
 
 
+def spec_bench() -> str | Path:
+    """Return the shared file of Spec-Bench's questions, or else the set's name."""
+    file = SHARED / SPEC_BENCH
+    return file if file.exists() else "spec-bench"
+
+
 def long_text(tokens: int) -> str:
     """Return about so many tokens of the documents in Spec-Bench's questions."""
     tokenizer = load_tokenizer(locate_model(TARGET))
-    file = SHARED / BENCHMARKS[1]
+    file = SHARED / SPEC_BENCH
     turns = (record["turns"][0] for record in read_jsonl(file))
     documents = "\n\n".join(turn for turn in turns if len(turn) > 2000)
     ids = tokenizer(documents[: 10 * tokens], add_special_tokens=False).input_ids

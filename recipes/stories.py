@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import logging
 import random
 from pathlib import Path
@@ -21,7 +20,7 @@ from eagle_fsd.train.config import RegenerateConfig, RegenerateRequest, TrainCon
 from eagle_fsd.train.regenerate import regenerate
 from eagle_fsd.train.run import train
 from eagle_fsd.train.training_folder import TrainingFolder
-from eagle_fsd.utils.files import atomic_write
+from recipes.publish import write_questions
 
 #: A FastChat template that adds nothing: the answer continues the question's text.
 TEMPLATE = "raw"
@@ -52,12 +51,7 @@ def train_stories_head(
     """Have the target write stories, and train an EAGLE-2 head on them in the folder ``head``."""
     out.mkdir(parents=True, exist_ok=True)
     prompts, stories, folder = out / "openings.jsonl", out / "stories.jsonl", out / "head"
-    lines = []
-    for opening in openings()[TEST_OPENINGS : TEST_OPENINGS + count]:
-        answer = {"role": "assistant", "content": "..."}  # the target's story replaces it
-        messages = [{"role": "user", "content": opening}, answer]
-        lines.append(json.dumps({"messages": messages}) + "\n")
-    atomic_write(prompts, "".join(lines))
+    write_questions(prompts, openings()[TEST_OPENINGS : TEST_OPENINGS + count])
     options = TargetOptions(target=target, chat_template=TEMPLATE).model_dump(exclude_unset=True)
     regenerate(
         RegenerateRequest(data=prompts, out=stories, **options),

@@ -42,6 +42,8 @@ CHAT_TEMPLATE = (
 )
 #: Words keep their leading space, and digits are split, as in Llama 3's pattern.
 WORDS = Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s")
+#: Chats that the tokenizer is trained on, and chats that are sorted by length together.
+TOKENIZER_CHATS, POOL = 6000, 1024
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,7 @@ class TargetConfig:
     seed: int = 0
 
 
-def build_tokenizer(
-    vocab_size: int, chat_count: int = 6000, seed: int = 1
-) -> PreTrainedTokenizerFast:
+def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer with single-digit tokens on generated chats."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -89,7 +89,7 @@ def build_tokenizer(
     )
     texts = (
         message["content"]
-        for chat in itertools.islice(chats("train", seed), chat_count)
+        for chat in itertools.islice(chats("train", seed=1), TOKENIZER_CHATS)
         for message in chat
     )
     tokenizer.train_from_iterator(texts, trainer)
@@ -105,19 +105,18 @@ def build_tokenizer(
 
 
 def batches(
-    tokenizer: PreTrainedTokenizerFast, config: TargetConfig, pool: int = 1024
+    tokenizer: PreTrainedTokenizerFast, config: TargetConfig
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield batches of chats of similar length: ``[B, S]`` token ids, ``[B, S]`` loss weights.
 
-    The chats of a pool are sorted by length together.
+    :data:`POOL` chats are sorted by length together.
     """
     source = chats("train", config.seed)
     chat_template = TokenizerTemplate(tokenizer)
     generator = torch.Generator().manual_seed(config.seed)
     while True:
-        encoded = [
-            encode_chat(chat, tokenizer, chat_template) for chat in itertools.islice(source, pool)
-        ]
+        pool = itertools.islice(source, POOL)
+        encoded = [encode_chat(chat, tokenizer, chat_template) for chat in pool]
         encoded.sort(key=lambda item: len(item.ids))
         groups: list[list[EncodedChat]] = [[]]
         for item in encoded:
