@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
@@ -70,7 +70,7 @@ HELP = """\
 !!regen                           generate the last answer again
 !!save FILE, !!load FILE          save or load the chat
 !!temperature 0.7                 set an option; without a value, show it
-Ctrl-C                            stop an answer, and keep what there is of it
+Ctrl-C                            stop the answer and keep its text so far
 Options: """
 
 
@@ -79,7 +79,7 @@ def _standard_error() -> Console:
 
 
 class TerminalSession(ABC):
-    """What a terminal chats with, and the options that commands change."""
+    """The model or server of a terminal chat, and the options that commands change."""
 
     options: AnswerOptions
     name: str
@@ -89,7 +89,7 @@ class TerminalSession(ABC):
     @property
     @abstractmethod
     def label(self) -> str:
-        """What the opening line says of the model: its acceptance options, or its server."""
+        """Description of the model in the opening line: its acceptance options, or its server."""
 
     @property
     def owners(self) -> dict[str, Any]:
@@ -140,7 +140,8 @@ class TerminalSession(ABC):
 
     def note(self, text: str | Text) -> None:
         """Print a line that is not part of the chat."""
-        self.notes.print(text, style="dim", markup=False, soft_wrap=True)
+        text = text if isinstance(text, Text) else Text(escape_control_chars(text))
+        self.notes.print(text, style="dim", soft_wrap=True)
 
     def print_opening(self) -> None:
         """Print one line with the model, how it decodes, the commands and the tokens' colors."""
@@ -276,7 +277,7 @@ class _CommandInput:
     session: TerminalSession
 
     def stream_output(self, output_stream: Iterable[dict[str, Any]]) -> str:
-        """Print an answer as it is generated; return it, or what there is of it after Ctrl-C."""
+        """Print an answer as it is generated; return its text, which Ctrl-C cuts short."""
         text = ""
 
         def followed() -> Iterator[dict[str, Any]]:
@@ -288,6 +289,8 @@ class _CommandInput:
         try:
             self.show(followed())
         except KeyboardInterrupt:
+            if isinstance(output_stream, Generator):
+                output_stream.close()  # FastChat's loop keeps it, and with it a server's answer
             self.session.note("\nstopped")
         self.session.print_stats()
         return text

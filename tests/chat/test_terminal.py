@@ -217,6 +217,28 @@ def test_ctrl_c_stops_an_answer(
     assert f"Assistant: {answer_to(model, QUESTION, texts[-1].strip(), 'Hello!')}\n" in printed
 
 
+def test_ctrl_c_closes_an_answer_that_is_being_printed(
+    session: ChatSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FastChat's loop keeps the iterator until the next message; a server would go on decoding."""
+    display, closed = SimpleDisplay(session, False), []
+
+    def answer() -> Iterator[dict[str, Any]]:
+        try:
+            yield {"text": "So", "pieces": []}
+        finally:
+            closed.append(True)
+
+    def show(output_stream: Iterator[dict[str, Any]]) -> None:
+        next(output_stream)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(display, "show", show)
+    kept = answer()
+    assert display.stream_output(kept) == "So"
+    assert closed
+
+
 def test_control_characters_are_escaped(
     session: ChatSession, monkeypatch: pytest.MonkeyPatch, talk: Talk, tmp_path: Path
 ) -> None:
@@ -239,6 +261,8 @@ def test_control_characters_are_escaped(
         assert printed.count("␛]0;title␇") == 2
         assert "\x07" not in printed
         assert "\x9b" not in printed
+    session.note("503, \x1b[2J :warning:")  # a server's message
+    assert "503, ␛[2J :warning:\n" in session.notes.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_files_of_other_templates_can_be_continued(talk: Talk, tmp_path: Path) -> None:
