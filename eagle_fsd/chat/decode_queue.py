@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+from eagle_fsd.chat.request_body import RequestError
 from eagle_fsd.chat.session import AnswerRequest, ChatAnswer
 from eagle_fsd.chat.text import Piece
 from eagle_fsd.model.batch import StreamChunk
 from eagle_fsd.model.pipeline import EagleFSD
-from eagle_fsd.model.request import Answer
+from eagle_fsd.model.request import BROKEN_LOGITS, Answer
 from eagle_fsd.utils.errors import is_out_of_memory
 from eagle_fsd.utils.text import one_line
 
@@ -124,7 +125,8 @@ class Job:
     async def updates(self) -> AsyncGenerator[JobUpdate, None]:
         """Iterate over the updates of the answer; closing the iterator cancels the job.
 
-        Raises DecodingError, or QueueFullError if another request took the job's place.
+        Raises DecodingError, QueueFullError if another request took the job's place, or
+        RequestError if the request's own options leave no token.
         """
         try:
             while True:
@@ -457,6 +459,11 @@ class DecodeQueue:
         """Send the tokens of a row to its client."""
         row = self._rows[decoded]
         job, answer = row.job, row.answer
+        if isinstance(decoded.error, FloatingPointError) and str(decoded.error) != BROKEN_LOGITS:
+            self._remove(decoded)  # its own options mask all tokens
+            self._release(job)
+            job.publish(RequestError(str(decoded.error)))
+            return
         try:
             if decoded.error is not None:
                 raise decoded.error

@@ -257,6 +257,7 @@ HOSTILE_VALUES: tuple[tuple[str, dict[str, Any], int, str], ...] = (
     (COMPLETIONS, {"prompt": [1, 2, 10**9]}, 400, "must be token ids in [0, "),
     (COMPLETIONS, {"prompt": [[1, -2]]}, 400, "must be token ids in [0, "),
     (COMPLETIONS, {"prompt": [7] * 5000}, 400, "tokens"),
+    (CHAT, {"min_tokens": 2, "stop_token_ids": [*range(1024)]}, 400, "no token can be chosen"),
     (CHAT, {"temperature": 1e-300}, 200, ""),
     (CHAT, {"seed": 2**63 - 1, "n": 2, "temperature": 1}, 200, ""),
     (CHAT, {"user": "x" * 99_999, "metadata": None, "tools": []}, 200, ""),
