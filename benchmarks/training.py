@@ -6,7 +6,8 @@
 
 Target and heads have random weights, which cost as much as others. The features are stored, as with
 ``train --store-features``: a step is the head's forward and backward passes and the losses. Its
-floor is the number of its multiplications over the rate of a large matrix product.
+floor is the number of its multiplications over the rate of a large matrix product. The memory is
+that of the process during the steps of a head, and includes the target's.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from measurement import Table, new_parser, parse, progress, save_report
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eagle_fsd.evaluation.memory import PeakMemory
 from eagle_fsd.model.target import Target
 from eagle_fsd.train.config import TrainConfig
 from eagle_fsd.train.heads import new_head
@@ -38,6 +40,7 @@ COLUMNS = {
     "ms": "ms per token",
     "floor": "floor",
     "ratio": "times the floor",
+    "memory": "peak memory (MiB)",
 }
 
 
@@ -58,13 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     model = LlamaForCausalLM(config).requires_grad_(False)
     target, tokens, rows = Target(model.eval()), 512 // scale, []
-    rate = _multiplications_per_second(target, tokens)
+    rate, memory = _multiplications_per_second(target, tokens), PeakMemory(target.device)
     for name, given, stored in progress(CASES, "heads"):
         given = {**given, "unroll": 3 if "head_type" in given else 1}
         if "draft_vocab_size" in given:
             given["draft_vocab_size"] //= scale
         settings = TrainConfig.from_dict(given)
+        memory.start()
         seconds, count = _step(target, settings, tokens, stored)
+        peak = memory.read()
         floor = count / rate
         rows.append(
             {
@@ -73,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "ms": 1e3 * seconds,
                 "floor": 1e3 * floor,
                 "ratio": seconds / floor,
+                "memory": None if peak is None else peak / 2**20,
             }
         )
         note = f"{tokens} tokens per step, processor time; {rate / 1e9:.0f} G multiplications/s."
