@@ -39,6 +39,8 @@ CODE_GUARDS = (
 )
 #: Compiled versions of a function: for one row and for several, and for every tree.
 RECOMPILE_LIMIT = 128
+#: Maximum number of kinds of steps that are compiled in the background, far below this limit.
+MAX_KINDS = 16
 #: Types of devices on which steps are captured in graphs.
 GRAPH_DEVICES = ("cuda",)
 #: CUDA graphs that an engine keeps, those used last, and shapes of eager steps that it remembers.
@@ -199,7 +201,7 @@ class BackgroundCompiler:
 
         ``kind`` is equal for steps that the same versions serve.
         """
-        if kind in self._started:
+        if kind in self._started or len(self._started) == MAX_KINDS:
             return
         before = self._decoded.pop(kind, (0, 0.0))
         now = before[0] + tokens, before[1] + seconds

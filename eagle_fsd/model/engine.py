@@ -410,7 +410,7 @@ class Engine:
         result = self._read(launched)
         self._tensors.read_state[: len(self.rows)] = rule_state
         background = execution.background
-        if background is not None and len(self.rows) == 1 and not execution.compiles:
+        if background is not None and len(self.rows) == 1:
             self._count(background, len(result.tokens[0]), time.perf_counter() - begin)
         return result
 
@@ -441,7 +441,7 @@ class Engine:
         return result
 
     def _count(self, background: BackgroundCompiler, tokens: int, seconds: float) -> None:
-        """Count an eager step of a single row toward background compilation."""
+        """Count a step of a single row toward background compilation of its kind."""
         decision = self.rows[0].request.decision
         if not decision.on_device:
             decision = Decision.of()  # verification is not compiled
@@ -449,7 +449,8 @@ class Engine:
         work = partial(
             compile_steps, self.target, self.drafter, tree, draw=self._draw, decision=decision
         )
-        background.count((tree, self._draw is None, decision), tokens, seconds, work)
+        kind = type(self.drafter), tree, self._draw is None, decision
+        background.count(kind, tokens, seconds, work)
 
 
 @torch.inference_mode()

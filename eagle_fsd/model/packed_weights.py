@@ -76,6 +76,14 @@ def forget_changed() -> None:
                 del _packed[weight]
 
 
+def forget_packed(*modules: nn.Module) -> None:
+    """Drop the packed weights of modules."""
+    with _lock:
+        for module in modules:
+            for weight in module.parameters():
+                _packed.pop(weight, None)
+
+
 def _find(weight: Tensor) -> Tensor | None:
     """Return the packed weight; None if it cannot be packed."""
     found: _Packed | None = _packed.get(weight)

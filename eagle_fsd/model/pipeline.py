@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
@@ -45,6 +44,7 @@ from eagle_fsd.model.execution import ExecutionOptions
 from eagle_fsd.model.generation import Completion, GenerateOutput, Generation, decode_many
 from eagle_fsd.model.identity import warn_of_other_models
 from eagle_fsd.model.loading import TOKENIZER_OPTIONS, load_target, load_tokenizer
+from eagle_fsd.model.packed_weights import forget_packed
 from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.model.request import (
     DecodeOptions,
@@ -115,7 +115,7 @@ class EagleFSD:
         self._certified: tuple[AcceptanceConfig, TreeConfig, Certificate] | None = None
         self.compile = False
         self._background = BackgroundCompiler()
-        self._unseeded = itertools.count(1)
+        self._unseeded = iter(range(1, 2**62))  # itertools.count cannot be copied any more
         self.capture = True
         self._pool = EnginePool()
         self._name: str | None = None
@@ -444,7 +444,7 @@ class EagleFSD:
                 if not isinstance(prompt, Prompt):
                     prompt = Prompt(prompt)
                 given: Any = {"max_new_tokens": max_new_tokens, **options, **prompt.options}
-                row = 0 if "seed" in prompt.options else index
+                row = 0 if prompt.options.keys() & {"seed", "sampling"} else index
                 yield self._request(prompt.ids, row=row, **given)
 
         return decode_many(self.batch(max_batch, compiled_rows=max_batch), requests())
@@ -485,11 +485,14 @@ class EagleFSD:
 
         On CUDA, the caches and CUDA graphs of calls that have ended are kept for those with the
         same options, up to :data:`~eagle_fsd.model.batch.MAX_POOLED_ENGINES` of them, until memory
-        is short. What has been compiled for the models is dropped, too, so that the next call
-        compiles it again. Elsewhere, nothing is kept.
+        is short. Compiled passes and, on a CPU, packed weights are dropped, too; later calls make
+        them again.
         """
+        modules = [item for item in (self.model, self.drafter.network) if item is not None]
         self._pool.clear()
-        forget_compiled(*filter(None, (self.model, self.drafter.network)))
+        self._background.forget()
+        forget_compiled(*modules)
+        forget_packed(*modules)
 
     def beam_search(
         self,

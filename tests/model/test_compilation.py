@@ -247,8 +247,8 @@ def test_background_compilation(
     pair.compile = "auto"
     expected = greedy_reference(pair.model, prompt(20), new=200)
 
-    def decode(new: int) -> None:
-        out = pair.generate(prompt(20), max_new_tokens=new, method="ar")
+    def decode(new: int, method: str = "ar") -> None:
+        out = pair.generate(prompt(20), max_new_tokens=new, method=method)
         assert torch.equal(out.sequences, expected[:, : 20 + new])
 
     for _ in range(10):
@@ -266,6 +266,13 @@ def test_background_compilation(
     decode(200)
     assert traced == ["compilation"] * count  # no other thread compiled
     assert compilation._versions[pair.model][1]
+    pair.release_memory()
+    for method in ("ar", "fsd"):  # what was dropped, and another kind of step
+        tracing.clear()
+        for _ in range(3):
+            decode(200, method)
+        assert tracing.wait(60), method
+        pair._background.wait()
 
 
 def test_one_model_is_compiled_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

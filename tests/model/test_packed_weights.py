@@ -85,3 +85,6 @@ def test_trees_decode_as_generate_with_a_large_vocabulary() -> None:
         found = model.generate(prompt, max_new_tokens=24, threshold=0.0, eos_token_id=[])
         assert found.sequences.tolist() == expected.tolist()
         target.lm_head.weight.data *= -1.0
+    before = packed_bytes()
+    model.release_memory()
+    assert packed_bytes() < before or not SUPPORTED
