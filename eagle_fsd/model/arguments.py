@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -46,6 +45,7 @@ class CallOptions(Options):
     max_batch: int = Field(default=MAX_BATCH, ge=1, description="Prompts decoded at once.")
     max_rows: int = Field(default=MAX_BATCH, ge=1, description="Requests decoded at once.")
     max_length: int | None = Field(default=None, ge=1, description="Maximum tokens of a row.")
+    compiled_rows: int = Field(default=1, ge=1, description="Requests that steps are compiled for.")
 
 
 def as_options(kind: type[Config], name: str, given: Config | Mapping[str, Any]) -> Config:
@@ -123,7 +123,9 @@ def read_prompts(
     rows = zip(input_ids.tolist(), attention_mask.tolist(), strict=True)
     prompts = [[token for token, kept in zip(*row, strict=True) if kept] for row in rows]
     if not prompts or not all(prompts):
-        raise ValueError("empty prompt: every row needs at least one token")
+        raise ValueError(
+            "input_ids must hold at least one prompt, and every row at least one token"
+        )
     least, most = min(map(min, prompts)), max(map(max, prompts))
     if least < 0 or most >= target.vocab_size:
         raise ValueError(
@@ -147,7 +149,7 @@ def limit_new_tokens(target: Target, lengths: list[int], max_new_tokens: int) ->
             target.context_length,
             min(rooms),
         )
-    target.check_length(max(map(operator.add, lengths, rooms)))
+    target.check_length(max(length + room for length, room in zip(lengths, rooms, strict=True)))
     return rooms
 
 

@@ -440,11 +440,12 @@ class EagleFSD:
             raise ValueError(f"prompts must be several prompts; got {prompts!r}")
 
         def requests() -> Iterator[Request]:
+            seeds = {"seed", "sampling"}
             for index, prompt in enumerate(prompts):
                 if not isinstance(prompt, Prompt):
                     prompt = Prompt(prompt)
                 given: Any = {"max_new_tokens": max_new_tokens, **options, **prompt.options}
-                row = 0 if prompt.options.keys() & {"seed", "sampling"} else index
+                row = index if seeds & options.keys() and not seeds & prompt.options.keys() else 0
                 yield self._request(prompt.ids, row=row, **given)
 
         return decode_many(self.batch(max_batch, compiled_rows=max_batch), requests())
@@ -476,8 +477,9 @@ class EagleFSD:
         Raises:
             ValueError: An argument is not an integer of at least 1.
         """
-        sizes = CallOptions.from_dict({"max_rows": max_rows, "max_length": max_length})
-        options = self._engine_options(compiled_rows)
+        given = {"max_rows": max_rows, "max_length": max_length, "compiled_rows": compiled_rows}
+        sizes = CallOptions.from_dict(given)
+        options = self._engine_options(sizes.compiled_rows)
         return Batch(options, sizes.max_rows, sizes.max_length)
 
     def release_memory(self) -> None:
@@ -565,6 +567,8 @@ class EagleFSD:
         """Return the request for a prompt without padding, with the random numbers of a row."""
         if options.get("prefix_cache") is not None:
             raise ValueError("a batch keeps its own caches; leave prefix_cache out")
+        if options.get("pad_token_id") is not None:
+            raise ValueError("a batch fills no rows; leave pad_token_id out")
         call, tensor = self._template(**options), prompt_tensor(ids)
         (prompt,) = read_prompts(tensor[None], torch.ones_like(tensor)[None], self.target, None)
         (limit,) = limit_new_tokens(self.target, [len(prompt)], call.max_new_tokens)

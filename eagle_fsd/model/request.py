@@ -1,4 +1,4 @@
-"""What a call asks for: its validated options, a request per prompt, and the answer in progress."""
+"""The validated options of a call, its request per prompt, and the answer in progress."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from eagle_fsd.model.sampling import Prefix, Sampler, check_warpers
 from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.verify import TARGET_FAULT, WHOLE_PATHS, AcceptanceRule
+from eagle_fsd.model.vocabulary import Warp
 from eagle_fsd.utils.options import Options
 
 #: Message of the error that NaN or infinite logits of the target raise.
@@ -72,7 +73,8 @@ class Prompt:
 
     Args:
         ids: ``[S]`` token ids, or a sequence of them.
-        **options: Override those of the call.
+        **options: Override those of the call with the same names. They cannot be combined with
+            options of the call that exclude them, such as ``sampling`` with ``temperature``.
     """
 
     def __init__(self, ids: Tensor | Sequence[int], **options: Unpack[PromptDecodeOptions]) -> None:
@@ -83,17 +85,18 @@ class Prompt:
 class Decision:
     """How the tokens of a row are decided. Rows with equal decisions are verified together.
 
-    The seed does not count. ``details`` is the number of alternatives to report; None for no
-    details.
+    The seed does not count, and warpers of Hugging Face count by what they do, as ``law``.
+    ``details`` is the number of alternatives to report; None for no details.
     """
 
     sampling: SamplingConfig
     acceptance: AcceptanceConfig
     rule: AcceptanceRule = field(hash=False)  # a custom rule need not be hashable
     processors: tuple[LogitsProcessor, ...] = ()
-    warpers: tuple[LogitsProcessor, ...] | None = None
+    warpers: tuple[LogitsProcessor, ...] | None = field(default=None, compare=False)
     details: int | None = None
     sampler: Sampler = field(init=False, compare=False, repr=False)
+    law: Warp | tuple[LogitsProcessor, ...] | None = field(init=False, repr=False)
 
     @classmethod
     def of(
@@ -106,10 +109,9 @@ class Decision:
         details: int | None = None,
     ) -> Decision:
         """Return the decision for options that may be missing; by default greedy and lossless."""
-        options = (sampling or SamplingConfig()).model_dump(exclude={"seed"})
         acceptance = acceptance or AcceptanceConfig()
         return cls(
-            sampling=SamplingConfig.from_dict(options),
+            sampling=(sampling or SamplingConfig()).model_copy(update={"seed": None}),
             acceptance=acceptance,
             rule=rule_for(acceptance, rule),
             processors=tuple(processors),
@@ -125,11 +127,13 @@ class Decision:
             self.warpers,
             draw_from_draft=acceptance.selection == "sample" or rule.needs_drawn,
             # Details report the divergence that the acceptance options select, under any rule.
-            warp_draft=rule.needs_warped_draft or acceptance.divergence_on == "warped",
+            warp_draft=rule.needs_warped_draft
+            or (acceptance.divergence_on == "warped" and self.details is not None),
             draw_uniform=rule.needs_uniform,
             block=isinstance(rule, ExactRule),
         )
         object.__setattr__(self, "sampler", sampler)  # the class is frozen
+        object.__setattr__(self, "law", sampler.warp or self.warpers)
 
     def describe_fault(self, fault: int) -> str:
         """Return the error message for a nonzero :meth:`VerificationInputs.row_faults`."""
@@ -177,14 +181,13 @@ class Request:
         """Equal for requests that one engine decodes: equal trees, chains sampled equally."""
         if not self.drafted:
             return None
-        law = (self.decision.sampling, self.decision.warpers) if self.samples_chains else None
-        return self.tree, self.uses_batch_trees, law
+        return self.tree, self.uses_batch_trees, self.decision.law if self.samples_chains else None
 
     def of_prompt(
         self, ids: Tensor, tokens: list[int], limit: int, row: int = 0, rows: int = 1
     ) -> Request:
         """Return this request for one of the prompts of its call, whose seed is :attr:`key`."""
-        key = int(seed_keys(self.key, row + 1)[row])
+        key = 0 if self.decision.sampler.greedy else int(seed_keys(self.key, row + 1)[row])
         return replace(
             self, ids=ids, tokens=tokens, max_new_tokens=limit, key=key, row=row, rows=rows
         )

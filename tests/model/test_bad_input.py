@@ -54,7 +54,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"seed": -1}, r"seed must be an integer in \[0, "),
     ({"details": -1}, "details must be an integer of at least 0; got -1"),
     ({"top_k": np.array([1, 2])}, r"top_k must be an integer of at least 0; got array\(\[1, 2"),
-    ({"input_ids": torch.empty(1, 0, dtype=torch.long)}, "empty prompt"),
+    ({"input_ids": torch.empty(1, 0, dtype=torch.long)}, "every row at least one token"),
+    ({"input_ids": torch.empty(0, 3, dtype=torch.long)}, "must hold at least one prompt"),
     ({"input_ids": torch.tensor([3, 4, 5])}, r"shape \[B, S\]; got int64 of shape \(3,\)"),
     ({"input_ids": torch.tensor([[3.0, 4.0]])}, "input_ids must be integers .*; got float32"),
     ({"input_ids": prompt(4).to(torch.uint32)}, r"\(int32 or int64\) of shape .*; got uint32"),
@@ -98,6 +99,7 @@ BAD_BATCHES: list[tuple[Any, dict[str, Any], str]] = [
     ("three", {}, "prompts must be several prompts; got 'three'"),
     (Prompt([5]), {}, "prompts must be several prompts; got <"),
     ([Prompt([5], prefix_cache=True)], {}, "a batch keeps its own caches; leave prefix_cache out"),
+    ([[5]], {"pad_token_id": 0}, "a batch fills no rows; leave pad_token_id out"),
     ([[5]], {"max_batch": 1.5}, "max_batch must be an integer of at least 1; got 1.5"),
 ]
 PENALTY = RepetitionPenaltyLogitsProcessor(1.5)
@@ -153,6 +155,11 @@ def test_invalid_batches_raise_one_line() -> None:
     for prompts, options, message in BAD_BATCHES:
         with raises_one_line(message):
             list(random_pair().generate_many(prompts, 4, **options))
+
+
+def test_batch_of_an_invalid_size_raises() -> None:
+    with raises_one_line("compiled_rows must be an integer of at least 1; got -3"):
+        random_pair().batch(1, compiled_rows=-3)
 
 
 def test_options_may_have_other_forms() -> None:

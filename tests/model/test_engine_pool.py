@@ -94,6 +94,23 @@ def test_calls_share_graphs_and_nothing_else(
     assert len(captured) == before > 0
 
 
+def test_sampled_calls_of_hugging_face_share_graphs(captured: list[StepGraphs]) -> None:
+    """Every call has warpers of its own, which are equal by what they do."""
+    pair = fresh()
+    for _ in range(6):  # shapes that occur once in every call are captured by the fourth
+        torch.manual_seed(0)
+        before = len(captured)
+        pair.model.generate(
+            prompt(6),
+            max_new_tokens=20,
+            do_sample=True,
+            temperature=0.7,
+            top_k=20,
+            custom_generate=pair.custom_generate,
+        )
+    assert len(captured) == before > 0
+
+
 def test_calls_in_progress_never_share_an_engine(
     captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
 ) -> None:

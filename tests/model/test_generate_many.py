@@ -19,6 +19,7 @@ from pairs import (
     VOCAB_SIZE,
     aligned_pair,
     greedy_reference,
+    left_padded,
     new_random_pair,
     prompt,
     raises_one_line,
@@ -376,6 +377,17 @@ def test_a_seed_gives_the_same_answer_with_and_without_draft_trees() -> None:
     ):
         other = EagleFSD(pair.model, drafter, tree)
         assert torch.equal(other.generate(prompt(6), **options).sequences, expected)
+
+
+def test_a_prompt_with_a_seed_of_its_own_is_sampled_as_alone() -> None:
+    """The others are sampled as rows of a call with their seed."""
+    pair, (ids, mask) = aligned_pair(), left_padded(prompt(6), prompt(6), prompt(6))
+    options: dict[str, Any] = {"max_new_tokens": 12, "sampling": {"temperature": 1.0, "seed": 5}}
+    rows = pair.generate(ids, mask, **options).sequences[:, 6:].tolist()
+    prompts = [ids[0], Prompt(ids[1], sampling=options["sampling"]), ids[2]]
+    found = {item.index: item.tokens for item in pair.generate_many(prompts, **options)}
+    assert [found[index] for index in range(3)] == [rows[0], rows[0], rows[2]]
+    assert rows[0] != rows[1]
 
 
 def test_trees_follow_the_number_of_rows() -> None:
