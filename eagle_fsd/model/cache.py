@@ -18,8 +18,8 @@ from transformers.cache_utils import Cache
 
 from eagle_fsd.model.compilation import using_device
 
-#: Smallest difference between the numbers of slots that passes read, see :meth:`TreeCache.keys`; on
-#: CUDA, where every number takes a graph of its own and slots cost less than there.
+#: Minimum step between the numbers of slots that passes read, see :meth:`TreeCache.keys`. It is
+#: larger on CUDA, where every number takes a graph of its own and unused slots cost less.
 VIEW_STEP, CUDA_VIEW_STEP = 16, 256
 
 
@@ -43,7 +43,7 @@ def cache_slots(needed: int, device: torch.device) -> int:
 
 
 def _separate(plane: Tensor) -> Tensor:
-    """Return the same memory in a storage of its own, all of which compiled code may copy."""
+    """Return the same memory as a tensor with its own storage, which compiled code may copy."""
     if plane.device.type not in ("cpu", "cuda"):
         return plane
     with using_device(plane.device):  # torch exports tensors of the current device only
@@ -56,8 +56,8 @@ class TreeCache(Cache):
     """Keys and values of several sequences, each with its own length.
 
     A pass over the model is :meth:`place` followed by an ordinary forward call: every layer writes
-    to the given slots and attends to the first ``L`` slots, of which the caller's mask excludes
-    those of no sequence. The first pass allocates the memory; with ``layout``, what earlier caches
+    to the given slots and attends to the first ``L`` slots; the caller's mask hides those that
+    belong to no sequence. The first pass allocates the memory; with ``layout``, what earlier caches
     of the same model allocated, all planes of a kind together.
     """
 
@@ -128,7 +128,7 @@ class TreeCache(Cache):
         """Write new keys and values ``[B, S, heads, head size]``; see :meth:`update`."""
         planes = self._planes.get(layer)
         if planes is None:
-            planes = self._allocate(_kind(keys, 2)), self._allocate(_kind(values, 2))
+            planes = self._allocate(_kind(keys)), self._allocate(_kind(values))
             self._planes[layer] = planes
         device = keys.device
         if device not in self._slots:
@@ -142,6 +142,9 @@ class TreeCache(Cache):
 
     def _allocate(self, kind: PlaneKind) -> Tensor:
         """Return an unused plane."""
+        if kind not in self.layout:  # the model may have changed: forget what it used before
+            for other in self.layout.keys() - self._used.keys():
+                del self.layout[other]
         free = self._free.setdefault(kind, [])
         if not free:
             count = max(1, self.layout[kind] - self._used[kind])
@@ -180,7 +183,7 @@ class TreeCache(Cache):
         """Return a cache of at least this size that starts with the contents of this one."""
         larger = TreeCache(rows, length, self.layout)
         for layer, planes in self._planes.items():
-            keys, values = (larger._allocate(_kind(plane, 2)) for plane in planes)
+            keys, values = (larger._allocate(_kind(plane)) for plane in planes)
             larger._planes[layer] = keys, values
             for new, old in zip((keys, values), planes, strict=True):
                 new[: self.rows, : self.length] = old
@@ -199,9 +202,9 @@ class TreeCache(Cache):
         return self.length
 
 
-def _kind(states: Tensor, heads: int) -> PlaneKind:
-    """Describe keys or values, given the dimension that counts their heads."""
-    return PlaneKind(states.device, states.dtype, states.shape[heads], states.shape[3])
+def _kind(states: Tensor) -> PlaneKind:
+    """Describe keys or values ``[..., ..., heads, head size]``."""
+    return PlaneKind(states.device, states.dtype, *states.shape[2:])
 
 
 def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:

@@ -26,7 +26,10 @@ from eagle_fsd.model.target import Target
 def test_cache_has_the_documented_size(architecture: str) -> None:
     """layers x 2 x rows x length x key-value heads x head size x bytes."""
     dtype = torch.bfloat16 if architecture == "qwen2" else torch.float32
-    target = Target(tiny_target(architecture, dtype=dtype))
+    target = Target(tiny_target(architecture, dtype=torch.float64))
+    with torch.no_grad():  # what it used before it is converted does not count
+        target.prefill(torch.ones(1, 3, dtype=torch.long), 0, target.new_cache(1, 37))
+    target.model.to(dtype)
     config = target.config
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -37,6 +40,9 @@ def test_cache_has_the_documented_size(architecture: str) -> None:
         with torch.no_grad():
             target.prefill(torch.ones(5, 3, dtype=torch.long), 0, cache)
         assert cache.nbytes == numbers * dtype.itemsize
+    assert sum(count * kind.dtype.itemsize for kind, count in target.layout.items()) == (
+        config.num_hidden_layers * 2 * dtype.itemsize
+    )
 
 
 @pytest.fixture
