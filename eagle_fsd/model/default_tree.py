@@ -18,6 +18,7 @@ from contextlib import closing
 import torch
 
 from eagle_fsd.model.config import TreeConfig
+from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.levels import LevelDrafter
 from eagle_fsd.model.gguf import cache_folder
 from eagle_fsd.model.identity import fingerprint
@@ -44,7 +45,10 @@ def fit_tree(model: EagleFSD) -> None:
     """Choose the tree of a pair on a CPU for which none has been set; the result is cached."""
     # Processes that share a target could choose different trees.
     on_cpu = model.target.device.type == "cpu" and model.target.group is None
-    if not (model.has_default_tree and on_cpu and isinstance(model.drafter, LevelDrafter)):
+    drafter = model.drafter
+    # Draft models whose depth adapts would be timed with shallower trees.
+    adapts = isinstance(drafter, DraftModel) and drafter.adapts
+    if adapts or not (model.has_default_tree and on_cpu and isinstance(drafter, LevelDrafter)):
         return
     file, key = cache_folder().with_name(CACHE_FILE), _key(model)
     try:

@@ -46,7 +46,7 @@ def row_bytes(
     if draft_length:
         found += _slot_bytes(drafter.layout, draft_length)
     nodes = drafter.max_nodes(tree)
-    expanded = 1 + tree.depth * tree.top_k if nodes > 1 else 0
+    expanded = drafter.max_expanded(tree)
     found[target.device] += 4 * target.vocab_size * (2 * nodes + expanded)
     return found
 
@@ -60,8 +60,8 @@ def shortage(needed: Bytes, rows: int) -> str:
     """Return what rows need and what there is, for a message."""
     free = {device: USABLE_SHARE * free_bytes(device) for device in needed}
     device = max(needed, key=lambda item: needed[item] / max(free[item], 1.0))
-    missing, there = rows * needed[device] / 2**30, free[device] / 2**30
-    return f"{missing:.2f} GiB on {device}, where {there:.2f} are free"
+    wanted, there = rows * needed[device] / 2**30, free[device] / 2**30
+    return f"{wanted:.2f} GiB on {device}, where {there:.2f} are free"
 
 
 def _slot_bytes(layout: Layout, slots: int) -> Bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from pairs import aligned_pair, greedy_reference, prompt
 
-from eagle_fsd import EagleFSD, TreeConfig
+from eagle_fsd import DraftModel, EagleFSD, TreeConfig
 from eagle_fsd.model.default_tree import (
     DEPTHS,
     NODES,
@@ -56,6 +57,11 @@ def test_tree_is_chosen_once_unless_one_is_given(
     vars(split.target)["group"] = object()  # processes, whose measurements could differ
     fit_tree(split)
     assert split.has_default_tree
+    draft = copy.deepcopy(pair.model)
+    draft.generation_config.num_assistant_tokens_schedule = "heuristic"
+    adaptive = EagleFSD(pair.model, DraftModel(draft))  # steps are shallower than its tree
+    fit_tree(adaptive)
+    assert adaptive.has_default_tree
     assert not file.exists()
     model = fitted()
     (stored,) = json.loads(file.read_text()).values()

@@ -222,7 +222,7 @@ def test_tokenizers_may_differ_in_added_tokens_only(target: Target, tmp_path: Pa
     text = file.read_text()
     assert '"A":' in text
     file.write_text(text.replace('"A":', '"AB":'))
-    with pytest.raises(ValueError, match="has another tokenizer than the target"):
+    with pytest.raises(ValueError, match="has a different tokenizer from the target"):
         load_draft_model(tmp_path / "draft", target)
 
 

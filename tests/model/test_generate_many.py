@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pairs import (
     ACCEPT_ALL,
     VOCAB_SIZE,
+    RecordingRule,
     aligned_pair,
     greedy_reference,
     left_padded,
@@ -318,6 +319,16 @@ def test_batch_is_limited_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.search(
         r"249 tokens .* \d\.\d\d GiB on cpu, where \d\.\d\d are free", str(rejected.error)
     )
+
+
+def test_memory_of_a_row_includes_the_distributions_of_its_draft() -> None:
+    """There is one for every node that a head expands, or below which n-grams may have followed."""
+    shared, tree = aligned_pair(cycle=8), TreeConfig(total_tokens=30, top_k=8, depth=1)
+    for drafter in (shared.drafter, NGramDrafter()):
+        rule, pair = RecordingRule(), EagleFSD(shared.model, drafter, tree)
+        pair.generate(torch.tensor([8 * [3, 4]]), max_new_tokens=8, rule=rule)
+        found = max(step.tree.draft_log_probs.shape[1] for step in rule.steps)
+        assert found == drafter.max_expanded(tree)
 
 
 class Break(LogitsProcessor):

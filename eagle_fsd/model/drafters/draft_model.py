@@ -69,7 +69,7 @@ class DraftModel(LevelDrafter):
         own, size = self._inner.vocab_size, target.vocab_size
         if abs(own - size) > MAX_PADDING:
             raise ValueError(
-                f"this draft model has another vocabulary: it has {own} tokens, the target has"
+                f"this draft model has a different vocabulary: it has {own} tokens, the target has"
                 f" {size}"
             )
         self._vocab_size = size
@@ -97,16 +97,19 @@ class DraftModel(LevelDrafter):
     def layout(self) -> Layout:
         return self._inner.layout
 
+    @property
+    def adapts(self) -> bool:
+        """Whether the depth of the trees adapts."""
+        schedule = getattr(self.model.generation_config, "num_assistant_tokens_schedule", None)
+        return schedule in ADAPTIVE_SCHEDULES
+
     def renew(self) -> None:
         self._inner.renew(())
 
     def start(self, tree: TreeConfig, draw: Draw | None) -> LevelState:
         with _prefixed_errors(self.model):
             check_target(self._inner)
-        config = self.model.generation_config
-        if getattr(config, "num_assistant_tokens_schedule", None) in ADAPTIVE_SCHEDULES:
-            return AdaptiveState(self, tree, draw)
-        return LevelState(self, tree, draw)
+        return (AdaptiveState if self.adapts else LevelState)(self, tree, draw)
 
     def check_length(self, max_length: int) -> None:
         """Warn about sequences that exceed the context; see :meth:`LevelDrafter.check_length`."""
@@ -139,7 +142,7 @@ class AdaptiveState(LevelState):
 
     As in Hugging Face's ``heuristic`` schedule, the next tree is two levels deeper for every row
     that accepted a path of full depth, and one less deep for every other, on average. Ending a
-    draft by its own probabilities would let the host wait for every level.
+    draft by its own probabilities would make the host wait for every level.
     """
 
     waits = True
@@ -187,6 +190,6 @@ def _check_tokenizers(name: str, target: str, token: str | None) -> None:
         )
     if all(vocabularies) and vocabularies[0] != vocabularies[1]:
         raise ValueError(
-            f"the draft model {name} has another tokenizer than the target {target}; a draft model"
-            " must have the target's vocabulary"
+            f"the draft model {name} has a different tokenizer from the target {target}; a draft"
+            " model must have the target's vocabulary"
         )

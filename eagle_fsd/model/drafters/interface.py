@@ -172,6 +172,10 @@ class Drafter(ABC):
     def max_nodes(self, tree: TreeConfig) -> int:
         """Return the largest number of nodes of a ``tree``, its root included."""
 
+    def max_expanded(self, tree: TreeConfig) -> int:
+        """Return the largest number of distributions of a ``tree``; by default one less."""
+        return self.max_nodes(tree) - 1
+
     def cache_length(self, max_length: int, tree: TreeConfig) -> int:
         """Return the number of slots that the drafter's cache needs per row; 0 for no cache.
 

@@ -107,6 +107,9 @@ class LevelDrafter(Drafter):
     def max_nodes(self, tree: TreeConfig) -> int:
         return tree.total_tokens
 
+    def max_expanded(self, tree: TreeConfig) -> int:
+        return 1 + tree.depth * tree.top_k
+
     def cache_length(self, max_length: int, tree: TreeConfig) -> int:
         return max_length + tree.depth * (tree.top_k + 1) + 2
 
