@@ -168,7 +168,8 @@ def _convert(file: Path, folder: Path) -> None:
     _check_rope(model, reader, architecture)
     ends = [model.config.eos_token_id, *(_value(reader, key) for key in END_KEYS)]
     known = [end for end in dict.fromkeys(ends) if isinstance(end, int)]
-    model.generation_config.eos_token_id = known if len(known) > 1 else model.config.eos_token_id
+    if known:
+        model.generation_config.eos_token_id = known if len(known) > 1 else known[0]
     model.hf_quantizer = None
     model.config.__dict__.pop("quantization_config", None)
     model.save_pretrained(folder)
