@@ -49,7 +49,7 @@ TOP_P = 0.95
 
 
 def _exp(log_probs: Tensor) -> Tensor:
-    """``exp``, at least 1e-38."""
+    """Return ``exp``, at least about 1e-38."""
     return log_probs.clamp_min(LEAST).exp()
 
 

@@ -62,7 +62,7 @@ def warn_of_other_models(
 def fingerprint(model: nn.Module | Drafter) -> str:
     """Hash name, shape, type and some elements of every tensor to 16 hexadecimal digits.
 
-    Of tensors that are offloaded to disk, there are no elements. If the model is split over
+    Tensors that are offloaded to disk contribute no elements. If the model is split over
     processes, all of them must call this. A drafter without a network is hashed by its ``repr``.
     """
     network = model.network if isinstance(model, Drafter) else model

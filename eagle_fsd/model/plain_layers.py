@@ -18,7 +18,7 @@ from eagle_fsd.model.cache import TreeCache
 from eagle_fsd.model.packed_weights import linear
 
 #: Families whose decoder layers these are.
-FAMILIES = "llama", "mistral", "qwen2"
+PLAIN_FAMILIES = "llama", "mistral", "qwen2"
 #: Modules that define the functions of plain layers and their parts, unless somebody patches them.
 LIBRARIES = "torch.nn.", "transformers.", "eagle_fsd.model.drafters."
 
@@ -37,13 +37,12 @@ class AttentionInputs(NamedTuple):
 
 def is_plain(layer: nn.Module, config: PreTrainedConfig) -> bool:
     """Whether a layer consists of Llama's parts, none of which has been replaced or hooked."""
-    attention, activation = getattr(layer, "self_attn", None), None
-    if hasattr(getattr(layer, "mlp", None), "gate_proj"):
-        activation = getattr(layer.mlp, "act_fn", None)
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     return (
-        config.model_type in FAMILIES
+        config.model_type in PLAIN_FAMILIES
         and config.hidden_act == "silu"
-        and "SiLU" in type(activation).__name__
+        and hasattr(mlp, "gate_proj")
+        and "SiLU" in type(getattr(mlp, "act_fn", None)).__name__
         and hasattr(attention, "head_dim")
         and hasattr(attention, "scaling")
         and all(
@@ -66,7 +65,7 @@ def is_plain_model(model: Any) -> bool:
     return (
         name.startswith("transformers.models.")
         and name.endswith("ForCausalLM")
-        and model.config.model_type in FAMILIES
+        and model.config.model_type in PLAIN_FAMILIES
         and all(is_plain(layer, model.config) for layer in body.layers)
         and not any(map(is_changed, (model, body, body.rotary_emb, body.norm)))
     )

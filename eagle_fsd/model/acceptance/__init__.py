@@ -29,9 +29,9 @@ if ``x = s`` or if
 of log-probability per answer, to what follows its first tokens, and to positions between two
 markers.
 
-Rules that sample raise the probabilities of drafted tokens and reuse the random number behind
-``s``, so a rule that raises nothing accepts only ``s``. At temperature 0 they accept a token if its
-raised probability reaches ``max p``.
+Subclasses of :class:`DrawnRule` raise the probabilities of drafted tokens and reuse the random
+number behind ``s``, so a rule that raises nothing accepts only ``s``. At temperature 0 they accept
+a token if its raised probability reaches ``max p``.
 """
 
 from __future__ import annotations

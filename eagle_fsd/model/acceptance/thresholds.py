@@ -85,7 +85,7 @@ def _compute(inputs: VerificationInputs, nodes: Tensor, name: str, warped: bool)
         if inputs.tree.token_ids is not None:
             log_p, log_q = on_draft_vocabulary(log_p, log_q, inputs.tree.token_ids)
         values.append(DIVERGENCES[DIVERGENCE_ALIASES.get(name, name)](log_p, log_q))
-    return torch.cat(values).view_as(nodes) if values else nodes.float()
+    return torch.cat(values).view_as(nodes)
 
 
 #: ``fused``: whether this thread may compile divergences.

@@ -81,7 +81,10 @@ class LimitedRule(WrappedRule):
 
     def __post_init__(self) -> None:
         if self.rule.replaces_samples:
-            raise ValueError(f"{type(self.rule).__name__} replaces samples, which have no limit")
+            raise ValueError(
+                f"{type(self.rule).__name__} replaces the target's samples, whose cost cannot be"
+                " limited"
+            )
 
     judges_paths = True
 

@@ -39,7 +39,7 @@ from eagle_fsd.model.plain_layers import AttentionInputs, attend, feed_forward, 
 from eagle_fsd.model.target import Target
 
 #: Families of the decoder layers.
-FAMILIES = ("llama", "qwen3")
+LAYER_FAMILIES = ("llama", "qwen3")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Eagle3Head(DraftHead):
     :meth:`set_token_ids` changes them.
 
     Args:
-        config: Configuration of the decoder layers, of a family in :data:`FAMILIES`, with the
+        config: Configuration of the decoder layers, of a family in :data:`LAYER_FAMILIES`, with the
             target's ``vocab_size``; see :func:`layer_config`.
         target_hidden_size: ``Ht``.
         draft_vocab_size: ``D``. None: the head has no output projection and uses the target's.
@@ -102,9 +102,9 @@ class Eagle3Head(DraftHead):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(config, target_hidden_size)
-        if config.model_type not in FAMILIES:
+        if config.model_type not in LAYER_FAMILIES:
             raise ValueError(
-                f"the layers of an EAGLE-3 head must be of type {' or '.join(FAMILIES)}; got"
+                f"the layers of an EAGLE-3 head must be of type {' or '.join(LAYER_FAMILIES)}; got"
                 f" {config.model_type}"
             )
         kinds = (getattr(config, "layer_types", None) or [])[: config.num_hidden_layers]

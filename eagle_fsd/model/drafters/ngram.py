@@ -7,9 +7,6 @@
 a point mass on a token ``x``, whose JS divergence from ``p`` depends on ``p(x)`` alone and is ``3/4
 ln(4/3) = 0.216`` at ``p(x) = 1/2``: below that threshold FSD accepts a single observation only if
 it is the target's most likely token.
-
-Shape letters: ``B`` rows, ``N`` tree nodes, ``M`` = ``N - 1``, the most nodes that can have
-children, ``F`` = :data:`MAX_FOLLOWERS`, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -97,7 +94,7 @@ class NGramDrafter(_CountingDrafter):
     def __repr__(self) -> str:
         return f"NGramDrafter(max_match={self.max_match}, min_match={self.min_match})"
 
-    def new_row(self) -> _Occurrences | _TableRow:
+    def new_row(self) -> _Occurrences:
         return _Occurrences(self.max_match, self.min_match)
 
 
@@ -210,7 +207,7 @@ class AdaptiveNGramDrafter(_CountingDrafter):
             )
         return super().attach(target)
 
-    def new_row(self) -> _Occurrences | _TableRow:
+    def new_row(self) -> _TableRow:
         return _TableRow(self, [])
 
     def learn(self, context: list[int], token: int) -> None:
