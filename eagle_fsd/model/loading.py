@@ -218,10 +218,7 @@ def _checkpoint_keys(
 
 
 def load_tokenizer(name: str | Path, token: str | None = None, **options: Any) -> Tokenizer:
-    """Load a tokenizer that pads on the left, by default with its end-of-sequence token.
-
-    ``options`` are further ones of Hugging Face's ``from_pretrained``.
-    """
+    """Load a tokenizer that pads on the left, by default with its end-of-sequence token."""
     try:
         source = str(name)
         if not OWN_SEARCH & options.keys():

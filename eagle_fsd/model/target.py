@@ -275,10 +275,7 @@ class Target:
         return TargetPass(logits, self._features(recorded, states))
 
     def renew(self, states: Sequence[int]) -> None:
-        """Find the modules that passes use, and whether they are plain; register the hooks.
-
-        The model may have changed since the last call.
-        """
+        """Register the hooks, and find out which layers are plain; the model may have changed."""
         # An embedding and a linear layer in most architectures; other modules have a weight, too.
         self.embed: Any = self.model.get_input_embeddings()
         self.lm_head: Any = self.model.get_output_embeddings()

@@ -82,8 +82,7 @@ class LimitedRule(WrappedRule):
     def __post_init__(self) -> None:
         if self.rule.replaces_samples:
             raise ValueError(
-                f"{type(self.rule).__name__} replaces the target's samples, whose cost cannot be"
-                " limited"
+                f"{type(self.rule).__name__} replaces the target's samples, whose cost has no limit"
             )
 
     judges_paths = True
