@@ -5,8 +5,8 @@ target's samples itself. :func:`acceptance` finds the drafted tokens that a rule
 the engine draws; the engine's own lossless verification then decides about the others. This
 changes nothing at tokens that no rule accepts, so with ``T = 0`` the engine is unchanged.
 
-Shape letters: ``B`` requests, ``K`` most drafted tokens of a request, ``N = K + 1`` nodes of a
-chain, ``T`` drafted tokens of all requests, ``V`` vocabulary.
+Shape letters: ``B`` requests, ``K`` maximum number of drafted tokens per request, ``N = K + 1``
+nodes of a chain, ``T`` drafted tokens of all requests, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Layout:
 
     Attributes:
         rows: ``[T]`` the request of each drafted token.
-        places: ``[T]`` its node in the request's tree, from 1.
+        nodes: ``[T]`` its node in the request's tree, from 1.
         index: ``[B, N]`` the flattened token that is verified at each node; at a leaf, and at
             padding, another one of the batch.
         parents: ``[B, N]``, as ``depths``, ``ancestors`` and ``draft_rows`` those of the trees, see
@@ -47,7 +47,7 @@ class Layout:
     """
 
     rows: Tensor
-    places: Tensor
+    nodes: Tensor
     index: Tensor
     parents: Tensor
     depths: Tensor
@@ -212,7 +212,7 @@ class ChainVerifier(EngineRule):
         inputs, least = acceptance(
             self.rule, tree, raw=raw, processed=processed, warped=warped, greedy=greedy, state=state
         )
-        tokens, flat = (item[layout.rows, layout.places] for item in (tree.tokens, least))
+        tokens, flat = (item[layout.rows, layout.nodes] for item in (tree.tokens, least))
         raise_probability(logits, tokens, flat, greedy=greedy is None)
         self._step = inputs, least > 0, kept
 

@@ -113,12 +113,13 @@ def write_repository(
     if not (drafter / "config.json").is_file():
         raise ValueError(f"{drafter} is not the folder of an EAGLE head or a draft model")
     source = drafter / SETTINGS_FILE if settings is None else settings
-    read = read_settings(source) if settings is not None or source.exists() else Settings()
+    in_file = source.exists()
+    read = read_settings(source) if in_file or settings is not None else Settings()
     out.mkdir(parents=True, exist_ok=True)
     for file in sorted(drafter.iterdir()):
         if file.is_file() and file.name not in (CARD_FILE, SETTINGS_FILE):
             shutil.copyfile(file, out / file.name)
-    if source.exists():
+    if in_file:
         shutil.copyfile(source, out / SETTINGS_FILE)
     code = out / "custom_generate"
     code.mkdir()
@@ -129,10 +130,8 @@ def write_repository(
     atomic_write(code / "requirements.txt", f"eagle-fsd{bound}\n")
     name = target or (read.target.name if read.target is not None else "path/to/the/target")
     title, code_of_target = _PACKAGED_TARGETS.get(name, (name, f"\ntarget = {json.dumps(name)}"))
-    described = _describe(read, in_file=source.exists())
-    atomic_write(
-        out / CARD_FILE, _CARD.format(title=title, target=code_of_target, settings=described)
-    )
+    card = _CARD.format(title=title, target=code_of_target, settings=_describe(read, in_file))
+    atomic_write(out / CARD_FILE, card)
 
 
 def _describe(settings: Settings, in_file: bool) -> str:

@@ -26,7 +26,8 @@ from eagle_fsd.model.identity import EXPORTED_KEY, fingerprint_of_files
 from eagle_fsd.model.verify import AcceptanceRule
 from eagle_fsd.utils.options import OptionsError
 
-#: The key of an engine's configuration that holds the settings, and the variable instead of it.
+#: Key of the settings in an engine's configuration, and the environment variable that is read
+#: without it.
 CONFIG_KEY = "eagle_fsd"
 VARIABLE = "EAGLE_FSD_SETTINGS"
 #: Rules that choose other samples than the target's, or need to know which tokens are exact before
@@ -42,7 +43,8 @@ def find_settings(config: Any) -> Settings | None:
     no engine can apply them.
     """
     given = config.get(CONFIG_KEY) if isinstance(config, Mapping) else None
-    given = given or os.environ.get(VARIABLE) or None
+    if given is None:
+        given = os.environ.get(VARIABLE) or None
     if given is None:
         return None
     try:
@@ -101,7 +103,7 @@ def reads_draft(rule: AcceptanceRule) -> bool:
 def describe(settings: Settings, engine: str) -> str:
     """Describe the rule that an engine applies, and what is certified about it there."""
     certificate = settings.certificate
-    if certificate is None or certificate.decoder != engine.lower():
+    if certificate is None or certificate.decoder.lower() != engine.lower():
         return f"eagle_fsd: {settings.label}; not certified for {engine}"
     return f"eagle_fsd: {settings.label}; {certificate}"
 

@@ -74,7 +74,7 @@ def test_greedy_requests_accept_what_the_library_accepts(
     laws = Distributions.of(logits[layout.index])
     greedy = torch.ones(len(counts), dtype=torch.bool) if seed % 2 else None
     inputs, least = acceptance(rule, layout.tree(tokens, draft), laws, laws, laws, greedy, states)
-    changed, least_at = logits.clone(), least[layout.rows, layout.places]
+    changed, least_at = logits.clone(), least[layout.rows, layout.nodes]
     raise_probability(changed, tokens, least_at, greedy=greedy is None)
     choice = changed.argmax(-1)
 

@@ -38,6 +38,7 @@ def test_settings_come_from_the_configuration_or_the_environment(
     monkeypatch.setenv("EAGLE_FSD_SETTINGS", str(tmp_path))
     assert find_settings({}) == expected
     assert find_settings({"eagle_fsd": {"rule": "typical"}}) == Settings(rule="typical")
+    assert find_settings({"eagle_fsd": {}}) == Settings()
 
 
 def test_settings_that_engines_cannot_apply_are_rejected(tmp_path: Path) -> None:
@@ -58,6 +59,8 @@ def test_settings_that_engines_cannot_apply_are_rejected(tmp_path: Path) -> None
 def test_a_certificate_counts_in_the_engine_it_was_measured_in() -> None:
     settings = Settings(threshold=0.1, certificate=Certificate(**CERTIFICATE))
     assert describe(settings, "vLLM") == f"eagle_fsd: threshold 0.1; {settings.certificate}"
+    typed = Settings(threshold=0.1, certificate=Certificate(**CERTIFICATE | {"decoder": "vLLM"}))
+    assert describe(typed, "vLLM") == f"eagle_fsd: threshold 0.1; {typed.certificate}"
     for other, engine in ((settings, "SGLang"), (Settings(threshold=0.1), "vLLM")):
         words = f"eagle_fsd: threshold 0.1; not certified for {engine}"
         assert describe(other, engine) == words

@@ -17,10 +17,10 @@ def register() -> None:
     from eagle_fsd.utils.options import OptionsError
 
     try:
-        if find_settings(None) is not None:
+        if (settings := find_settings(None)) is not None:
             from eagle_fsd.engines.sglang.hooks import install
 
-            install()
+            install(settings)
     except OptionsError as error:
         raise SystemExit(str(error)) from None
     except ImportError as error:

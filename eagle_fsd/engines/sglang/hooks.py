@@ -22,7 +22,6 @@ from eagle_fsd.engines.settings import (
     check_version,
     check_weights,
     describe,
-    find_settings,
     innermost,
     reads_draft,
 )
@@ -32,7 +31,7 @@ from eagle_fsd.model.config import Settings
 from eagle_fsd.model.verify import AcceptanceRule
 from eagle_fsd.utils.options import OptionsError
 
-#: The version of SGLang that this plugin was read with.
+#: The version of SGLang that this plugin was written for.
 VERSION = "0.5.23"
 EAGLE_SAMPLE = "sglang.srt.speculative.eagle_utils:eagle_sample"
 CHECK_ARGUMENTS = "sglang.srt.server_args:ServerArgs.check_server_args"
@@ -56,14 +55,11 @@ DEFAULTS = {
 log = logging.getLogger("sglang.eagle_fsd")
 
 
-def install() -> None:
-    """Register the rule of ``EAGLE_FSD_SETTINGS``, if there is one.
+def install(settings: Settings) -> None:
+    """Register the rule of settings, unless they are lossless.
 
     Raises ``OptionsError`` for settings or a version of SGLang that are not supported.
     """
-    settings = find_settings(None)
-    if settings is None:
-        return
     if settings.lossless:
         log.info("eagle_fsd: the settings are lossless; SGLang is unchanged")
         return

@@ -3,8 +3,8 @@
 SGLang describes a tree by each node's first child (``retrieve_next_token``) and next sibling
 (``retrieve_next_sibling``), -1 where there is none. It does not keep the draft's distributions.
 
-Shape letters: ``B`` requests, ``N`` nodes of a tree, ``R = B * N`` rows of logits, ``A`` most
-tokens of a step, ``V`` vocabulary.
+Shape letters: ``B`` requests, ``N`` nodes of a tree, ``R = B * N`` rows of logits, ``A``
+maximum number of tokens per step, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class TreeVerifier(EngineRule):
 
         real = torch.arange(kept.path.shape[1], device=logits.device) < kept.count[:, None]
         nodes = torch.where(real, kept.path, tree.size)  # a spare one
-        emitted = torch.full_like(tree.tokens[:, :1], -1).repeat(1, tree.size + 1)
+        emitted = tree.tokens.new_full((len(tree.tokens), tree.size + 1), -1)
         emitted = emitted.scatter(1, nodes, kept.tokens)[:, :-1]
         by_row = torch.full_like(rows.flatten(), -1).scatter(0, rows.flatten(), emitted.flatten())
         raise_probability(logits, by_row, by_row >= 0)

@@ -29,7 +29,7 @@ from eagle_fsd.model.acceptance import rule_for
 from eagle_fsd.model.verify import AcceptanceRule
 from eagle_fsd.utils.options import OptionsError
 
-#: The versions of vLLM (a pattern) that this plugin was read and tested with.
+#: Pattern of the vLLM versions that this plugin was written for and tested with.
 VERSION = "0.32.*"
 #: Package of the second model runner.
 RUNNER_V2 = "vllm.v1.worker.gpu"
@@ -172,7 +172,7 @@ def relax(sampler: Any) -> None:
     if rule is not None:
         from eagle_fsd.engines.vllm.sampler import RelaxedSampler
 
-        RelaxedSampler.take(sampler, rule)
+        RelaxedSampler.convert(sampler, rule)
 
 
 def extend_worker(worker: Any) -> None:

@@ -1,4 +1,4 @@
-"""Give the rejection sampler what vLLM's first model runner knows and does not pass to it.
+"""Provide the rejection sampler with inputs that vLLM's first model runner does not pass to it.
 
 Rules with a state need to know which requests a batch holds and how long their answers are. Rules
 that compare distributions need the draft's raw logits, which vLLM does not keep.
@@ -88,9 +88,9 @@ def _emitted_before(runner: Any, metadata: Any) -> Tensor:
     """
     counts = metadata.cu_num_sampled_tokens
     firsts = torch.cat([counts.new_zeros(1), counts[:-1]]).long()
-    places = runner.positions[metadata.logits_indices.long()[firsts]]
+    positions = runner.positions[metadata.logits_indices.long()[firsts]]
     prompts = torch.from_numpy(runner.input_batch.num_prompt_tokens[: len(counts)].copy())
-    return (places + 1 - prompts.to(places.device, non_blocking=True)).float()
+    return (positions + 1 - prompts.to(positions.device, non_blocking=True)).float()
 
 
 def _draft_logits(runner: Any, metadata: Any) -> Tensor | None:

@@ -41,8 +41,8 @@ class RelaxedSampler(RejectionSampler):
     draft_logits: Tensor | None
 
     @classmethod
-    def take(cls, sampler: RejectionSampler, rule: AcceptanceRule) -> None:
-        """Give a rejection sampler a rule."""
+    def convert(cls, sampler: RejectionSampler, rule: AcceptanceRule) -> None:
+        """Turn a rejection sampler of vLLM, in place, into one that applies a rule."""
         sampler.__class__ = cls
         sampler.verifier = ChainVerifier(rule, log)
         sampler.raw = sampler.state = sampler.draft_logits = None
@@ -72,7 +72,7 @@ class RelaxedSampler(RejectionSampler):
         if not len(metadata.draft_token_ids):
             return process(logits, sampling_metadata, metadata)
         layout = chain_layout(tuple(metadata.num_draft_tokens), logits.device)
-        raw = self._raw_laws(logits, layout)
+        raw = self._raw_distributions(logits, layout)
         logits = process(logits, sampling_metadata, metadata)
         processed = raw if _untouched(sampling_metadata) else Distributions.of(logits[layout.index])
         warped, greedy = processed, None
@@ -92,7 +92,7 @@ class RelaxedSampler(RejectionSampler):
         )
         return logits
 
-    def _raw_laws(self, logits: Tensor, layout: Layout) -> Distributions:
+    def _raw_distributions(self, logits: Tensor, layout: Layout) -> Distributions:
         """Return the raw distributions ``[B, N, V]`` of the chains with the logits ``[T, V]``."""
         requests, nodes = layout.index.shape
         if self.raw is not None and len(self.raw) == requests * nodes:  # chains of equal lengths
@@ -116,7 +116,7 @@ def _warped(logits: Tensor, rows: Tensor, metadata: SamplingMetadata) -> Tensor:
 
 
 def _untouched(metadata: SamplingMetadata) -> bool:
-    """Whether no processor of vLLM changes the logits of this batch."""
+    """Whether vLLM applies no processor to the logits of this batch."""
     holder = metadata.thinking_budget_state_holder
     return (
         metadata.no_penalties

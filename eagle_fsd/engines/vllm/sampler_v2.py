@@ -6,7 +6,7 @@ verify them, the drafted tokens that the rule accepts become certain, as in
 :mod:`~eagle_fsd.engines.vllm.sampler`.
 
 Shape letters: ``B`` requests of a chunk, ``T`` their drafted tokens, ``R = T + B`` rows of logits,
-``K`` most drafted tokens of a request, ``S`` requests that the runner has room for, ``V``
+``K`` maximum number of drafted tokens per request, ``S`` request slots of the runner, ``V``
 vocabulary.
 """
 
@@ -35,8 +35,8 @@ class RelaxedSamplerV2(RejectionSampler):
     verifier: ChainVerifier
 
     @classmethod
-    def take(cls, sampler: RejectionSampler, rule: AcceptanceRule) -> None:
-        """Give a rejection sampler a rule."""
+    def convert(cls, sampler: RejectionSampler, rule: AcceptanceRule) -> None:
+        """Turn a rejection sampler of vLLM, in place, into one that applies a rule."""
         sampler.__class__ = cls
         sampler.verifier = ChainVerifier(rule, log)
 
@@ -82,13 +82,13 @@ class RelaxedSamplerV2(RejectionSampler):
         own = None
         if reads_draft(self.verifier.rule):
             assert draft_logits is not None  # checked when vLLM starts
-            own = draft_logits[idx_mapping[layout.rows], layout.places - 1].float()
+            own = draft_logits[idx_mapping[layout.rows], layout.nodes - 1].float()
         tree = layout.tree(verify_draft_sampled[rows + 1], own)
         state = None
         if self.verifier.rule.state_size:
             state = self._state(pos[cu_num_logits[:-1].long()], idx_mapping, idx_mapping_np)
 
-        def law(values: Tensor) -> Distributions:
+        def at_nodes(values: Tensor) -> Distributions:
             return Distributions.of(values[rows].float()[layout.index])
 
         sampling = self.sampler.sampling_states
@@ -101,8 +101,8 @@ class RelaxedSamplerV2(RejectionSampler):
 
         def relaxed(values: Tensor, *args: Any) -> Tensor:
             warped = process(values, *args)
-            raw = law(values)
-            processed = law(unscaled[0]) if unscaled else raw
+            raw = at_nodes(values)
+            processed = at_nodes(unscaled[0]) if unscaled else raw
             target = warped[rows].float()
             self.verifier.relax(
                 target,
@@ -110,7 +110,7 @@ class RelaxedSamplerV2(RejectionSampler):
                 tree,
                 raw=raw,
                 processed=processed,
-                warped=processed if warped is values else law(warped),
+                warped=processed if warped is values else at_nodes(warped),
                 greedy=sampling.temperature.gpu[idx_mapping] == 0.0,
                 state=state,
             )
@@ -150,7 +150,7 @@ def extend_runner_v2() -> None:
             return
         if type(sampler) is not RejectionSampler:
             raise OptionsError(f"eagle_fsd does not support a {type(sampler).__name__}")
-        RelaxedSamplerV2.take(sampler, rule)
+        RelaxedSamplerV2.convert(sampler, rule)
 
     def finish_requests(self: Any, scheduler_output: Any) -> None:
         finish(self, scheduler_output)  # also of preempted requests, which keep their states

@@ -98,7 +98,7 @@ def batch(counts: list[int], seed: int) -> tuple[SpecDecodeMetadata, torch.Tenso
 def relaxed(config: AcceptanceConfig) -> RelaxedSampler:
     """A rejection sampler with a rule."""
     sampler = RejectionSampler(Sampler())
-    RelaxedSampler.take(sampler, rule_for(config))
+    RelaxedSampler.convert(sampler, rule_for(config))
     return sampler
 
 

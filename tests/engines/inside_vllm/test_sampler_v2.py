@@ -127,7 +127,7 @@ def sampler_of(config: AcceptanceConfig | None, sampler: CpuSampler) -> Rejectio
         torch.device("cpu"),
     )
     if config is not None:
-        RelaxedSamplerV2.take(made, rule_for(config))
+        RelaxedSamplerV2.convert(made, rule_for(config))
     return made
 
 
