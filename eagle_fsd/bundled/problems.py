@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
+from operator import add, floordiv, mul, sub
 from typing import Literal
 
 Split = Literal["train", "test"]
@@ -161,12 +162,7 @@ class _Story:
 
     def work(self, reason: str, left: int, sign: str, right: int, unit: str | None = None) -> int:
         """Add an equation to the answer and return the result of ``left sign right``."""
-        result = {
-            "+": left + right,
-            "-": left - right,
-            "*": left * right,
-            "/": left // right,
-        }[sign]
+        result = _OPERATIONS[sign](left, right)
         opener = _FIRST if not self.answer else _NEXT
         link = "[, so we have|, which makes|, and that gives|, so it becomes|:|, giving]"
         tail = f"[ {unit or self.unit}|]"
@@ -175,6 +171,7 @@ class _Story:
         return result
 
 
+_OPERATIONS = {"+": add, "-": sub, "*": mul, "/": floordiv}
 _FIRST = "[First,|To begin,|At first,|Let us see:|Step one:|We know that]"
 _NEXT = "[Then|Next,|After that,|Now|From there,|In the next step,]"
 _THEN = "[Then|Next,|After that,|Later|Soon after,|A little later,|The next day]"

@@ -293,7 +293,7 @@ def prepare(
     for warning in filter(None, warnings if state.is_main_process else ()):
         log.warning("%s", warning)
     if engine:
-        engines.ENGINES[engine].check(model)
+        engines.ENGINES[engine].check(model, request)
     return Task(
         request=request,
         config=config,

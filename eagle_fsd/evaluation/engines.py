@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ from eagle_fsd.model.gguf import locate_model
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.options import OptionsError
 
-#: SGLang's thresholds, in the order in which they accept more.
+#: SGLang's thresholds, the strictest first.
 THRESHOLDS = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1)
 #: TensorRT-LLM's ``relaxed_topk`` and ``relaxed_delta``.
 TOPS, GAPS = (2, 5, 10), (0.1, 0.2, 0.4, 0.6, 0.8)
@@ -69,8 +70,8 @@ class EngineSupport:
     requirement: str = ""
     #: Whether the engine reads fsd.json.
     reads_settings: bool = False
-    #: Raises an OptionsError where the pair makes the rule useless.
-    check: Callable[[EagleFSD], object] = lambda _: None
+    #: Raises an OptionsError where the engine cannot use the pair or its options.
+    check: Callable[[EagleFSD, EvaluationRequest], object] = lambda *_: None
 
 
 def _vllm_methods(
@@ -81,20 +82,21 @@ def _vllm_methods(
     found = []
     for method in ours:
         acceptance = shared.overridden(method.acceptance)
-        reads_draft = acceptance.rule.split()[0] in ("fsd", "cascade")
-        if reads_draft and drafter == "ngram":
+        if drafter == "ngram" and acceptance.rule.split()[0] in ("fsd", "cascade"):
             continue
-        try:
+        with suppress(OptionsError):
             check_supported(acceptance)
-        except OptionsError:
-            continue
-        found.append(method)
+            found.append(method)
     return found
 
 
-def _check_vllm(model: EagleFSD) -> None:
+def _check_vllm(model: EagleFSD, request: EvaluationRequest) -> None:
     if type(model.drafter) not in VLLM_DRAFTERS:
         raise OptionsError(f"vLLM has no drafter like {type(model.drafter).__name__}")
+    for name in ("quantize", "draft_vocabulary"):
+        if getattr(request, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise OptionsError(f"vLLM would load the models without {option}: calibrate without it")
 
 
 def _vllm_flags(_: Method, tree: TreeConfig, model: EagleFSD, request: EvaluationRequest) -> str:
@@ -120,6 +122,7 @@ def _vllm_flags(_: Method, tree: TreeConfig, model: EagleFSD, request: Evaluatio
         "additional-config": {CONFIG_KEY: str(folder / SETTINGS_FILE)},
     }
     flags = [f"--{name} {shlex.quote(json.dumps(value))}" for name, value in options.items()]
+    flags.append(f"--dtype {str(model.target.dtype).removeprefix('torch.')}")
     commands.append(
         f"VLLM_USE_V2_MODEL_RUNNER=0 vllm serve {shlex.quote(target)} {' '.join(flags)}"
     )
@@ -211,7 +214,7 @@ ENGINES: dict[EngineName, EngineSupport] = {
         flags=_tensorrt_flags,
         sampled=False,
         requirement="TensorRT-LLM relaxes greedy decoding only: set --temperature to 0",
-        check=lambda model: thinking_tokens(model.tokenizer),
+        check=lambda model, _: thinking_tokens(model.tokenizer),
     ),
 }
 

@@ -142,7 +142,7 @@ class ServerAnswerer(Answerer[ComparedServer]):
             raise method.failure(error, self.session.folder) from error
 
     def _turn(self, answer: Conversation, method: ComparedServer) -> Turn:
-        """Request the next turn; one whose prompt the context has no room for has no answer."""
+        """Request the next turn; a prompt that does not fit the context gives one with an error."""
         sampling = self.config.sampling(self.seed(answer)).model_dump()
         standard = {name: sampling[name] for name in ("temperature", "top_p", "seed")}
         # Servers that do not know these parameters would reject them.

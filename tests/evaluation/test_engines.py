@@ -107,17 +107,21 @@ def test_vllm_starts_with_the_settings(model: EagleFSD, tmp_path: Path) -> None:
         words = shlex.split(serve)
         assert words[1:4] == ["vllm", "serve", str(BUNDLED_TARGET)]
         assert json.loads(words[7]) == {"eagle_fsd": str(tmp_path / "fsd.json")}
+        assert words[8:] == ["--dtype", "float32"]
         speculative[drafter] = json.loads(words[5])
     exported = {"method": "eagle", "num_speculative_tokens": 7, "model": str(tmp_path / "head")}
     assert speculative[None] == exported
     assert speculative["ngram"]["method"] == "ngram"
+    for options in ({"quantize": "int8"}, {"draft_vocabulary": 100}):
+        with pytest.raises(OptionsError, match="vLLM would load the models without --"):
+            ENGINES["vllm"].check(model, EvaluationRequest(**options))
     ngram.drafter = AdaptiveNGramDrafter()
     with pytest.raises(OptionsError, match="vLLM has no drafter like AdaptiveNGramDrafter"):
-        ENGINES["vllm"].check(ngram)
+        ENGINES["vllm"].check(ngram, EvaluationRequest())
 
 
 def test_markers_that_are_no_tokens_are_rejected(model: EagleFSD) -> None:
     """Both would be read as ">", and the phase would never begin."""
-    ENGINES["sglang"].check(model)
+    ENGINES["sglang"].check(model, EvaluationRequest())
     with pytest.raises(OptionsError, match="the target's tokenizer has no token <think>"):
-        ENGINES["tensorrt-llm"].check(model)
+        ENGINES["tensorrt-llm"].check(model, EvaluationRequest())

@@ -1,8 +1,8 @@
 """Have a judge rate single answers, or compare answers with a reference's in both orders.
 
-The files of judgments are FastChat's, of which ``fastchat.llm_judge.show_result`` makes tables. The
-judge is asked once for each prompt: equal prompts share its reply, so that a judge's noise does not
-tell equal answers apart. As with answer files, a process killed at any time loses no complete line.
+Judgment files have FastChat's format; ``fastchat.llm_judge.show_result`` tabulates them. The judge
+is asked once for each prompt: equal prompts share its reply, so that a judge's noise does not tell
+equal answers apart. As with answer files, a process killed at any time loses no complete line.
 A judge may prefer the answer that it reads first; as in FastChat, two comparisons that disagree
 count as a tie (Zheng et al., "Judging LLM-as-a-Judge with MT-Bench and Chatbot Arena", arXiv
 2306.05685, section 3.4).
@@ -38,7 +38,7 @@ from eagle_fsd.utils.files import append_line, atomic_write, read_jsonl, truncat
 MAX_TOKENS = 2048
 #: The text and the time of a reply, in seconds since 1970.
 Reply = tuple[str, float]
-#: Fields of a line that tell which judgment it holds, those of ratings and of comparisons.
+#: Fields that identify the judgment in a line, of ratings and of comparisons.
 KEYS = ("model", "model_1", "model_2", "question_id", "turn")
 
 
