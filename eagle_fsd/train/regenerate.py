@@ -11,12 +11,10 @@ import logging
 import os
 from collections.abc import Collection, Iterator
 from contextlib import closing
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
 
 from eagle_fsd.model.config import SamplingConfig
 from eagle_fsd.train.chat_file import ChatFile, is_answer
@@ -24,7 +22,7 @@ from eagle_fsd.train.config import RegenerateConfig, RegenerateRequest, Regenera
 from eagle_fsd.train.loaded_target import (
     TRIAL_CHATS,
     LoadedTarget,
-    check_device_map,
+    join_processes,
     open_chat_file,
 )
 from eagle_fsd.train.writing import (
@@ -46,9 +44,6 @@ from eagle_fsd.utils.options import OptionsError
 from eagle_fsd.utils.progress import Progress, ProgressFactory, no_progress
 
 log = logging.getLogger(__name__)
-
-#: How long a process may wait for the others to finish.
-PROCESS_TIMEOUT = timedelta(days=7)
 
 
 def regenerate(
@@ -75,9 +70,7 @@ def regenerate(
         with progress("rewriting") as report:
             remote = ServerWriter(server, on_tokens)
             return rewrite_chats(remote, chats, request.out, config=config, progress=report)
-    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
-    state = PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)
-    check_device_map(request.device_map, state.num_processes)
+    state = join_processes(request.device_map)
     progress = progress if state.is_main_process else no_progress
     device = request.device_map or (state.device if state.num_processes > 1 else None)
     loaded = LoadedTarget.load(request, device, token)
