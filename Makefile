@@ -78,7 +78,7 @@ $(TORCHAO) $(LM_EVAL): $(VENV)/%: requirements-%.txt $(INSTALLED)
 	@touch $@
 
 # vLLM has an environment of its own, because it requires other versions of packages. Those that do
-# not match its build of torch for processors are removed.
+# not match its CPU build of torch are removed.
 $(VLLM): requirements-engines.txt
 	@echo "installing vLLM, which takes some minutes and 3.5 GB"
 	@mkdir -p $(VENV)
@@ -89,7 +89,7 @@ $(VLLM): requirements-engines.txt
 	} > $(INSTALL_LOG) 2>&1 || { cat $(INSTALL_LOG) >&2; exit 1; }
 	@touch $@
 
-# The plugin for vLLM, on batches made by hand and in whole engines.
+# Test the plugin for vLLM, on hand-made batches and in whole engines.
 engines: $(VLLM)
 	$(VLLM_PYTHON) -m pytest -n auto --maxprocesses 8 --dist loadgroup \
 		--confcutdir tests/engines/inside_vllm tests/engines/inside_vllm

@@ -94,7 +94,7 @@ def load_pair(
 ) -> EagleFSD:
     """Load a pair. Options that are set explicitly override its ``fsd.json``.
 
-    If ``plain`` is set, a target of the user's needs no drafter.
+    If ``plain`` is set, a target other than the bundled one needs no drafter.
     """
     from eagle_fsd.evaluation.processes import placement
     from eagle_fsd.model.drafters.interface import NoDrafter

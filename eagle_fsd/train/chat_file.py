@@ -26,7 +26,7 @@ from eagle_fsd.utils.progress import Progress
 
 #: Bytes between two reports of progress.
 REPORT_BYTES = 1 << 20
-#: Number of skipped records to describe; further ones are only counted.
+#: Number of skipped records whose reasons are kept or logged; further ones are only counted.
 MAX_DESCRIBED = 20
 #: Keys of a turn's role and content, by the key of the turns: ShareGPT's layout, then OpenAI's.
 LAYOUTS = {"conversations": ("from", "value"), "messages": ("role", "content")}

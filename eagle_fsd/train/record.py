@@ -26,13 +26,14 @@ def write_record(
     """
     environment = describe_environment()
     machine = environment["machine"]
+    cpu, threads = machine["cpu"], machine["threads"]
     record = {
         "settings": settings,
         "steps": steps,
         "tokens": tokens,
         "seconds": round(seconds),
         **({} if data is None else {"data": data}),
-        "machine": machine.get("gpu") or f"{machine['threads']} threads of {machine['cpu']}",
+        "machine": machine.get("gpu") or f"{cpu}, {threads} thread{'s'[: threads != 1]}",
         "date": environment["date"][:10],
         "versions": environment["versions"],
     }

@@ -234,7 +234,7 @@ class ServerWriter:
     def _send(self, client: ChatClient, turn: NextTurn) -> tuple[str, bool]:
         """Request a turn; return its text, and whether it is complete."""
         sampling = turn.sampling
-        own = {"top_k": sampling.top_k, "min_p": sampling.min_p}  # not parameters of OpenAI's
+        own = {"top_k": sampling.top_k, "min_p": sampling.min_p}  # not parameters of OpenAI's API
         options: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
