@@ -7,7 +7,6 @@ const LEGEND = {
 const STATUSES = { length: "Reached max new tokens", stopped: "Stopped", failed: "Failed" };
 const DIVERGENCES = { js: "Jensen-Shannon", kl: "Kullback-Leibler", tv: "total variation" };
 const NONE = "—", PENDING = "…";
-const MAX_MESSAGE_LENGTH = 20_000;
 // Questions and answers that a request has; older ones are left out.
 const MAX_EXCHANGES = 40;
 const ALTERNATIVES = 3;
@@ -16,6 +15,8 @@ const BASELINE_TOKENS = 64;
 const BASELINE_DELAY = 500;
 // Decades that page.css shows of the divergence.
 const SCALE_DECADES = 4;
+// For a server that allows no threshold above 0.
+const DEFAULT_MAX_DIVERGENCE = 0.5;
 const KEY = "eagle-fsd-key";
 const TOKEN = ".fsd-token[tabindex]:not([hidden])";
 
@@ -46,6 +47,9 @@ const spelled = (divergence) => {
   const name = divergence.split("_").find((part) => part in DIVERGENCES);
   return name ? `${divergence}, ${DIVERGENCES[name]}` : divergence;
 };
+// The end of the scale of divergences.
+const maxDivergence = () =>
+  settings.controls.find((control) => control.name === "threshold").max || DEFAULT_MAX_DIVERGENCE;
 const percent = (fraction) => (fraction < 0.9995 ? `${(100 * fraction).toFixed(1)}%` : "100%");
 const fuzzyShare = (usage) =>
   usage.completion_tokens ? percent(usage.fuzzy_tokens / usage.completion_tokens) : NONE;
@@ -122,7 +126,7 @@ const chosenAcceptance = () => {
   return { params: { fsd }, threshold, divergence, label: `T = ${threshold}`, name };
 };
 const exactAcceptance = () => ({
-  params: { lossless: true },
+  params: { fsd: { threshold: 0, divergence: controls.divergence() } },
   threshold: 0,
   divergence: controls.divergence(),
   label: "T = 0",
@@ -264,7 +268,7 @@ class Answer {
   }
 
   strip() {
-    const { max } = settings.controls.find((control) => control.name === "threshold");
+    const max = maxDivergence();
     const { threshold, divergence } = this.acceptance;
     const lowest = (max / 10 ** SCALE_DECADES).toFixed(9).replace(/\.?0+$/, "");
     const line = threshold === undefined ? "" : "; the line is at T";
@@ -334,9 +338,6 @@ const readQuestion = (text, parent) => {
   if (!settings) error = "The page is not ready yet.";
   else if (busy) error = "An answer is being generated. Stop it first.";
   else if (!question) error = "Enter a message first.";
-  else if (question.length > MAX_MESSAGE_LENGTH) {
-    error = `A message can have at most ${MAX_MESSAGE_LENGTH.toLocaleString("en")} characters.`;
-  }
   if (error) showError(parent, error);
   return error ? null : question;
 };
@@ -578,7 +579,7 @@ const showThreshold = () => {
     for (const node of [spans[index], newest.bars.children[index]]) {
       node.classList.toggle("fsd-flip", flipped);
     }
-    if (flipped) texts.push(`“${token.text}”`);
+    if (flipped) texts.push(quoted(token.text));
   });
   newest.bars.style.setProperty("--fsd-t", comparable ? threshold : decoded ?? 0);
   const count = texts.length === 1 ? "1 token would flip:" : `${texts.length} tokens would flip:`;
@@ -693,8 +694,7 @@ const load = async () => {
   live.replaceChildren();
   find("#fsd-model").textContent = settings.model;
   settings.controls.forEach(addControl);
-  const { max } = settings.controls.find((control) => control.name === "threshold");
-  document.body.style.setProperty("--fsd-max", max);
+  document.body.style.setProperty("--fsd-max", maxDivergence());
   for (const example of settings.examples) {
     const button = make("button", { type: "button" }, example);
     button.addEventListener("click", () => {

@@ -79,7 +79,7 @@ def test_controls_set_the_request(page: PageObject) -> None:
     assert "T = 0.4" in page.find("#fsd-live .fsd-note").text
     page.set_slider("threshold", "0")
     page.ask()
-    thresholds = [params["fsd"]["threshold"] for params, _ in page.backend.requests]
+    thresholds = [params["fsd"].get("threshold") for params, _ in page.backend.requests]
     assert 0 in thresholds[-2:]  # the last request may be the baseline's
     assert page.find_all("#fsd-live .fsd-answer .fsd-fuzzy") == []
     maxima = [
@@ -124,6 +124,15 @@ def test_compare_marks_the_first_difference(page: PageObject) -> None:
     page.compare()
     page.wait_for_verdict("identical")
     assert page.find_all(".fsd-differs") == []
+    page.choose_divergence("kl")
+    page.compare()
+    page.wait_for_verdict("identical")
+    titles = [
+        [token.get_attribute("title") for token in answer.find_elements(By.CSS_SELECTOR, "[title]")]
+        for answer in page.wait_for_comparison()
+    ]
+    assert titles[0] == titles[1]
+    assert any("kl, Kullback-Leibler" in title for title in titles[0])
 
 
 def test_nothing_describes_the_previous_answer(page: PageObject) -> None:
