@@ -154,23 +154,22 @@ def test_pages_of_allowed_origins_may_send_requests() -> None:
     """Browsers first ask with OPTIONS, without the key."""
     site = "https://chat.example"
     guard = Guard(echo, Access(keys=(KEY,), origins=(site,)))
-    asked = call(guard, "OPTIONS", headers={"origin": site})
-    assert asked.status_code == 204
-    assert asked.headers["access-control-allow-origin"] == site
-    assert "authorization" in asked.headers["access-control-allow-headers"]
     wanted = "authorization, content-type, x-stainless-os"  # as OpenAI's client for browsers does
-    preflight = {"origin": site, "access-control-request-headers": wanted}
-    asked = call(guard, "OPTIONS", headers=preflight)
+    preflight = {"access-control-request-method": "POST", "access-control-request-headers": wanted}
+    asked = call(guard, "OPTIONS", headers={**preflight, "origin": site})
+    assert asked.status_code == 200
+    assert asked.headers["access-control-allow-origin"] == site
     assert asked.headers["access-control-allow-headers"] == wanted
     key = {"authorization": f"Bearer {KEY}"}
     assert call(guard, headers={"origin": site}).status_code == 401
     reply = call(guard, "POST", json={}, headers={**key, "origin": site})
     assert reply.status_code == 200
     assert reply.headers["access-control-allow-origin"] == site
+    assert "x-eagle-fsd-acceptance" in reply.headers["access-control-expose-headers"]
     for other in ("https://evil.example", "http://chat.example", "null"):
-        for method in ("OPTIONS", "GET"):
-            reply = call(guard, method, headers={**key, "origin": other})
-            assert reply.status_code == 403
+        for method, headers, status in (("OPTIONS", preflight, 400), ("GET", key, 403)):
+            reply = call(guard, method, headers={**headers, "origin": other})
+            assert reply.status_code == status
             assert "access-control-allow-origin" not in reply.headers
 
 

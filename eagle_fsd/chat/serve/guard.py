@@ -25,8 +25,9 @@ from secrets import token_hex
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eagle_fsd.chat.request_body import BodyTimeoutError, BodyTooLargeError, read_body
@@ -103,30 +104,41 @@ class Guard:
     ) -> None:
         self.app, self.access, self.max_body = app, access, max_body
         self.error_body = error_body
+        self._entrance: ASGIApp = self._guard
+        if access.origins:
+            self._entrance = CORSMiddleware(
+                self._guard,
+                allow_origins=access.origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),  # OpenAI's client adds headers of its own
+                expose_headers=("x-request-id", "x-eagle-fsd-acceptance"),
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a connection; see the ASGI specification for the arguments."""
+        await self._entrance(scope, receive, send)
+
+    async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
         if scope["type"] != "http":
             return  # a WebSocket that is not accepted is closed
-        started, headers = False, self._response_headers(scope)
+        sent, started = dict(scope["headers"]), False
+        given = sent.get(b"x-request-id", b"")
+        identifier = given if _REQUEST_ID.fullmatch(given) else token_hex(16).encode()
 
         async def tracked_send(message: Message) -> None:
             nonlocal started
             if not started:  # the message with the headers
-                message = {**message, "headers": [*message.get("headers", ()), *headers]}
+                headers = [*message.get("headers", ()), (b"x-request-id", identifier)]
+                message = {**message, "headers": headers}
             started = True
             await send(message)
 
         try:
-            client = self._check(scope)
-            if scope["method"] == "OPTIONS" and self._allows_origin(scope):
-                await Response(status_code=204)(scope, receive, tracked_send)
-                return
-            scope.setdefault("state", {})["client"] = client  # also for the connection
-            receive = await self._read(scope, receive)
+            scope.setdefault("state", {})["client"] = self._check(scope, sent)  # the connection reads it
+            receive = await self._read(scope, sent, receive)
             await self.app(scope, receive, tracked_send)
         except RefusedError as error:
             challenges = {}
@@ -143,9 +155,8 @@ class Guard:
                 body = self.error_body("the request failed", 500)
                 await JSONResponse(body, 500)(scope, receive, tracked_send)
 
-    def _check(self, scope: Scope) -> str:
+    def _check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str:
         """Return the client; raise RefusedError unless the request's head is acceptable."""
-        headers = dict(scope["headers"])
         if len(headers) < len(scope["headers"]) and _is_ambiguous(scope["headers"]):
             raise RefusedError(400, "headers that identify a request must not be repeated")
         host = headers.get(b"host", b"").decode("latin-1")
@@ -153,15 +164,13 @@ class Guard:
         if match is None or not self._is_own_name(match["name"], scope.get("server")):
             message = f"the Host header must name this server; got {host!r}: see --trusted-hosts"
             raise RefusedError(421, message)
-        origin = headers.get(b"origin")
-        allowed = self._allows_origin(scope)
-        own = origin is None or _is_same_site(origin.decode("latin-1"), match)
-        if not own and not allowed:
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        own = b"origin" not in headers or _is_same_site(origin, match)
+        if not own and origin not in self.access.origins:
             raise RefusedError(403, "requests from other sites' web pages are not allowed")
         key = self._key(headers)
-        preflight = scope["method"] == "OPTIONS" and allowed  # browsers send it without a key
         reads_page = scope["method"] in ("GET", "HEAD") and scope["path"] in PAGE_ROUTES
-        public = scope["path"] in OPEN_ROUTES or (self.access.page and reads_page) or preflight
+        public = scope["path"] in OPEN_ROUTES or (self.access.page and reads_page)
         if self.access.keys and key is None and not public:
             raise RefusedError(401, "a valid key is required")
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
@@ -169,30 +178,6 @@ class Guard:
             raise RefusedError(415, "the Content-Type must be application/json")
         address = scope.get("client")
         return key or (address[0] if address else "")
-
-    def _allows_origin(self, scope: Scope) -> bool:
-        origin = dict(scope["headers"]).get(b"origin", b"").decode("latin-1")
-        return origin in self.access.origins
-
-    def _response_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
-        """Return the identifier of a request, its own if it is usable, and what browsers need."""
-        sent = dict(scope["headers"])
-        given = sent.get(b"x-request-id", b"")
-        identifier = given if _REQUEST_ID.fullmatch(given) else token_hex(16).encode()
-        headers = [(b"x-request-id", identifier)]
-        if self._allows_origin(scope):
-            headers += [
-                (b"access-control-allow-origin", sent[b"origin"]),
-                (b"access-control-allow-methods", b"GET, POST"),
-                # Any that the page asks for: OpenAI's client adds headers of its own.
-                (
-                    b"access-control-allow-headers",
-                    sent.get(b"access-control-request-headers", b"authorization, content-type"),
-                ),
-                (b"access-control-expose-headers", b"x-request-id, x-eagle-fsd-acceptance"),
-                (b"vary", b"origin"),
-            ]
-        return headers
 
     def _is_own_name(self, name: str, server: tuple[str, int | None] | None) -> bool:
         name = name.strip("[]").rstrip(".").lower()
@@ -218,9 +203,10 @@ class Guard:
         matches = [key for key in self.access.keys if hmac.compare_digest(value, key.encode())]
         return matches[0] if matches else None
 
-    async def _read(self, scope: Scope, receive: Receive) -> Receive:
+    async def _read(
+        self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive
+    ) -> Receive:
         """Read the body within its bounds; return the ``receive`` that delivers it."""
-        headers = dict(scope["headers"])
         if not _has_body(headers):
             return receive
         length = headers.get(b"content-length", b"").decode("latin-1")
