@@ -52,7 +52,7 @@ async def read_body(chunks: AsyncIterable[bytes], content_length: str, limit: in
     BodyTooLargeError or BodyTimeoutError.
     """
     too_large = BodyTooLargeError(f"the request body exceeds {limit} bytes")
-    if _declares_more(content_length, limit):
+    if content_length.isdecimal() and int(content_length) > limit:
         raise too_large
 
     async def collect() -> bytes:
@@ -68,12 +68,6 @@ async def read_body(chunks: AsyncIterable[bytes], content_length: str, limit: in
     except asyncio.TimeoutError:
         message = f"the request body was not complete after {BODY_TIMEOUT:g} s"
         raise BodyTimeoutError(message) from None
-
-
-def _declares_more(content_length: str, limit: int) -> bool:
-    """Return whether a Content-Length header, which need not be a number, exceeds the limit."""
-    digits = content_length.strip()
-    return digits.isdecimal() and (len(digits) > 18 or int(digits) > limit)
 
 
 def read_json(data: bytes) -> dict[str, Any]:

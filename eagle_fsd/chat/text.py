@@ -8,18 +8,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from eagle_fsd.model.step import TokenDetail
 from eagle_fsd.model.verify import Origin
 from eagle_fsd.utils.detokenization import IncrementalDetokenizer, fast_backend
 
 MAX_CACHED_TOKENS = 1 << 16
-_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
-#: The characters that byte-level vocabularies write bytes with; printable ones are the same.
-BYTE_ALPHABET = {chr(byte): byte for byte in _PRINTABLE} | {
-    chr(256 + index): byte
-    for index, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)
-}
+#: The characters that byte-level vocabularies write bytes with.
+BYTE_ALPHABET = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 @dataclass(frozen=True)

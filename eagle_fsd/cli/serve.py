@@ -165,7 +165,7 @@ def run_api(
     access = _access(server, page=answers is not None)
     from eagle_fsd.chat.backend import LocalBackend
     from eagle_fsd.chat.serve.api import api_app, api_error
-    from eagle_fsd.chat.serve.connections import check_port, run_server
+    from eagle_fsd.chat.serve.connections import BoundedServer, check_port, run_server
     from eagle_fsd.chat.serve.guard import Guard
     from eagle_fsd.chat.serve.metrics import ServerMetrics
     from eagle_fsd.chat.web.page import add_page, page_settings
@@ -188,12 +188,14 @@ def run_api(
 
     try:
         run_server(
-            Guard(app, access, limits.max_body, api_error),
-            server.host,
-            server.port,
-            queue=backend.queue,
-            shutdown_timeout=server.shutdown_timeout,
-            on_started=show,
+            BoundedServer(
+                Guard(app, access, limits.max_body, api_error),
+                server.host,
+                server.port,
+                queue=backend.queue,
+                shutdown_timeout=server.shutdown_timeout,
+                on_started=show,
+            )
         )
     finally:
         backend.close()

@@ -19,8 +19,8 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from eagle_fsd.chat.serve import connections
-from eagle_fsd.chat.serve.asgi import PART_BYTES, PartedResponse
-from eagle_fsd.chat.serve.connections import limit_logging, run_server
+from eagle_fsd.chat.serve.asgi import PART_BYTES, parted_response
+from eagle_fsd.chat.serve.connections import BoundedServer, limit_logging, run_server
 from eagle_fsd.chat.serve.guard import Access, Guard
 
 HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -37,7 +37,8 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["path"] == "/busy":
         await asyncio.sleep(60)
     large = scope["path"] == "/large"
-    response = PartedResponse(LARGE) if large else JSONResponse({"path": scope["path"]})
+    body = JSONResponse({"path": scope["path"]})
+    response = parted_response(LARGE, "application/octet-stream") if large else body
     await response(scope, receive, send)
 
 
@@ -91,7 +92,7 @@ def test_port_that_another_process_took_is_an_error(
     monkeypatch.setattr(connections, "limit_logging", lambda: None)
     message = f"cannot listen on 127.0.0.1:{server.port}; is the port in use"
     with pytest.raises(OSError, match=message):
-        run_server(Guard(answer), "127.0.0.1", server.port)
+        run_server(BoundedServer(Guard(answer), "127.0.0.1", server.port))
 
 
 def test_connections_without_a_request_are_closed(server: ServerThread) -> None:

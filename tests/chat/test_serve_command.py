@@ -27,7 +27,6 @@ from api_servers import (
 )
 from pairs import forget_compiled
 
-from eagle_fsd.chat.decode_queue import DecodeQueue
 from eagle_fsd.chat.serve import connections, worker
 from eagle_fsd.chat.serve.guard import Access
 from eagle_fsd.model import compilation
@@ -41,9 +40,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The arguments of the servers that would run; they print their addresses."""
     calls: list[Any] = []
 
-    def run_server(*arguments: Any, on_started: Callable[[], None], **_: Any) -> None:
-        calls.append(arguments)
-        on_started()
+    def run_server(server: connections.BoundedServer) -> None:
+        calls.append(server.config.app)
+        server.on_started()
 
     monkeypatch.delenv("EAGLE_FSD_API_KEYS", raising=False)
     monkeypatch.setattr(connections, "check_port", lambda *_: None)
@@ -63,8 +62,7 @@ def test_addresses_and_names(started: list[Any], run: Run, monkeypatch: pytest.M
         assert f"curl {url}/v1/chat/completions" in printed
         assert "Authorization: Bearer $KEY" in printed
         assert r'"model": "my \"model\""' in printed
-        guard = started.pop()[0]
-        assert guard.access == Access(("chat.example", host), ("one", "two"))
+        assert started.pop().access == Access(("chat.example", host), ("one", "two"))
 
 
 def test_the_page_is_opened(started: list[Any], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +104,7 @@ def test_values_that_never_match_are_errors(started: list[Any], run: Run) -> Non
     assert not started
     hosts = ("--trusted-hosts", "chat.example", "--trusted-hosts", "[::2]")
     assert run("serve", "--allowed-origins", "https://Chat.example/", *hosts)[0] == 0
-    access = started.pop()[0].access
+    access = started.pop().access
     assert access.origins == ("https://chat.example",)
     assert access.hosts == ("chat.example", "::2", "127.0.0.1")
 
@@ -175,8 +173,8 @@ def test_serving_does_not_wait_for_compilation(
         assert proceed.wait(TIMEOUT)
         return function
 
-    def use(app: Any, *_: Any, queue: DecodeQueue, **__: Any) -> None:
-        server = ServerThread(app, queue=queue)
+    def use(bounded: connections.BoundedServer) -> None:
+        server = ServerThread(bounded.config.app, queue=bounded.queue)
         before = fixed_answer(server.http)
         assert compiling.wait(TIMEOUT)
         assert fixed_answer(server.http) == before

@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 from eagle_fsd.chat.backend import LocalBackend
 from eagle_fsd.chat.decode_queue import JobUpdate
 from eagle_fsd.chat.request_body import RequestError, read_json
-from eagle_fsd.chat.serve.asgi import ClosingStream, PartedResponse, until_disconnected
+from eagle_fsd.chat.serve.asgi import ClosingStream, parted_response, until_disconnected
 from eagle_fsd.chat.serve.metrics import ServerMetrics
 from eagle_fsd.chat.serve.openai_format import (
     ANSWER_ERRORS,
@@ -159,7 +159,7 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
                     builder.add(index, update)
         except ANSWER_ERRORS as error:
             raise answer_error(error, request.parameter_names) from error
-        return PartedResponse(builder.response(), headers=headers, media_type="application/json")
+        return parted_response(builder.response(), "application/json", headers)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 Result = TypeVar("Result")
@@ -43,22 +43,22 @@ class ClosingStream(StreamingResponse):
             yield part
 
 
-class PartedResponse(Response):
-    """A response that is written in parts, between which other responses go on.
+def parted_response(
+    body: bytes, media_type: str, headers: Mapping[str, str] | None = None
+) -> StreamingResponse:
+    """Return a response that is written in parts, so that others can be sent in between.
 
-    Writing megabytes at once would block them: a transport moves what is left with each part that
-    it sends.
+    Writing megabytes at once would block them: with each part that it sends, a transport copies the
+    rest.
     """
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response; see the ASGI specification for the arguments."""
-        start = {"type": "http.response.start", "status": self.status_code}
-        await send({**start, "headers": self.raw_headers})
-        for begin in range(0, max(1, len(self.body)), PART_BYTES):
-            part = self.body[begin : begin + PART_BYTES]
-            more = begin + PART_BYTES < len(self.body)
-            await send({"type": "http.response.body", "body": part, "more_body": more})
+    async def parts() -> AsyncIterator[bytes]:
+        for begin in range(0, len(body), PART_BYTES):
+            yield body[begin : begin + PART_BYTES]
             await asyncio.sleep(0)
+
+    length = {"content-length": str(len(body))}
+    return StreamingResponse(parts(), headers={**(headers or {}), **length}, media_type=media_type)
 
 
 def replay_body(body: bytes, receive: Receive) -> Receive:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -44,32 +44,18 @@ LISTEN_BACKLOG = 2048
 LOG_RECORDS, LOG_PERIOD = 10, 60.0
 
 
-def run_server(
-    app: Any,
-    host: str,
-    port: int,
-    queue: DecodeQueue | None = None,
-    shutdown_timeout: float = 0.0,
-    on_started: Callable[[], None] = lambda: None,
-) -> None:
-    """Serve an ASGI application until SIGINT or SIGTERM; see :class:`BoundedServer`.
+def run_server(server: BoundedServer) -> None:
+    """Run a server until SIGINT or SIGTERM.
 
     Raises OSError if the address is invalid, the port is in use, or decoding fails repeatedly.
     """
     limit_logging()
-    server = BoundedServer(
-        app,
-        host,
-        port,
-        queue=queue,
-        shutdown_timeout=shutdown_timeout,
-        on_started=on_started,
-    )
     try:
         server.run()
     except SystemExit as error:  # uvicorn exits if it cannot listen
-        raise OSError(f"cannot listen on {host}:{port}; is the port in use?") from error
-    if queue is not None and queue.failed:
+        address = f"{server.config.host}:{server.config.port}"
+        raise OSError(f"cannot listen on {address}; is the port in use?") from error
+    if server.queue is not None and server.queue.failed:
         raise OSError("decoding failed several times in a row; see the messages above")
 
 
@@ -86,7 +72,7 @@ def check_port(host: str, port: int) -> None:
 class BoundedServer(uvicorn.Server):
     """A server whose connections, log and open files are bounded.
 
-    ``on_started`` is called once the port is open. When the server stops, requests in the queue get
+    ``on_started`` is called once the port is open. When the server stops, requests get
     ``shutdown_timeout`` seconds to end, then they end with an error; after that, open responses get
     :data:`SHUTDOWN_TIMEOUT` seconds. The server stops by itself if decoding fails repeatedly, and
     requests end with an error if it stalls.
@@ -242,17 +228,13 @@ class BoundedProtocol(H11Protocol):
 
 def connection_limit() -> int:
     """Raise the limit of open files; return the number of connections that it allows."""
-    files = MAX_FILES
-    if sys.platform != "win32":
-        import resource
-
-        files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
-        if files != resource.RLIM_INFINITY and files < wanted:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            files = wanted
-        if files == resource.RLIM_INFINITY:
-            files = MAX_FILES
+    files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if files != resource.RLIM_INFINITY and files < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        files = wanted
+    if files == resource.RLIM_INFINITY:
+        files = MAX_FILES
     return min(MAX_CONNECTIONS, files // 3)
 
 

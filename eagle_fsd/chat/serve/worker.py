@@ -34,10 +34,14 @@ from eagle_fsd.chat.decode_queue import DecodingError, QueueFullError
 from eagle_fsd.chat.request_body import RequestError, read_json, shorten
 from eagle_fsd.chat.serve.api import CLIENT_CLOSED_REQUEST, add_status_routes
 from eagle_fsd.chat.serve.asgi import ClosingStream, until_disconnected
-from eagle_fsd.chat.serve.connections import run_server
+from eagle_fsd.chat.serve.connections import BoundedServer, run_server
 from eagle_fsd.chat.serve.guard import Access, Guard
 from eagle_fsd.chat.serve.metrics import ServerMetrics
-from eagle_fsd.chat.serve.openai_format import base64_vector, completion_logprobs
+from eagle_fsd.chat.serve.openai_format import (
+    MAX_EMBEDDING_INPUTS,
+    base64_vector,
+    completion_logprobs,
+)
 from eagle_fsd.chat.wire_format import conversation_template, decode_chat
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.chat_templates import ChatTemplate
@@ -62,8 +66,6 @@ def _import_fastchat() -> Any:
 _BaseWorker: Any = _import_fastchat().BaseModelWorker
 log = logging.getLogger(__name__)
 
-#: Maximum number of inputs in one request for embeddings.
-MAX_EMBEDDING_INPUTS = 64
 #: Seconds to wait for the controller.
 CONTROLLER_TIMEOUT = 5.0
 #: FastChat's error codes, see ``fastchat.constants.ErrorCode``.
@@ -328,12 +330,14 @@ def run_worker(
         app = Guard(worker_app(worker), access, limits.max_body, error_body=worker_error)
         on_started = register if controller else lambda: None
         run_server(
-            app,
-            host,
-            port,
-            queue=worker.queue,
-            shutdown_timeout=shutdown_timeout,
-            on_started=on_started,
+            BoundedServer(
+                app,
+                host,
+                port,
+                queue=worker.queue,
+                shutdown_timeout=shutdown_timeout,
+                on_started=on_started,
+            )
         )
     finally:
         worker.backend.close()

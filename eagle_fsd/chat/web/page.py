@@ -62,19 +62,15 @@ def add_page(app: FastAPI, settings: dict[str, Any]) -> None:
 def page_settings(
     about: About, options: AnswerOptions, examples: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the page's settings as JSON values.
-
-    Raises OptionsError for an infinite threshold, and for a temperature that the API rejects.
+    """Return the page's settings as JSON values; raises OptionsError for those it cannot show.
 
     ``options`` are initial values of the controls, and the values of options without a control;
     ``examples`` are questions that the page suggests.
     """
     acceptance = about.acceptance
     if options.temperature > MAX_TEMPERATURE:
-        raise OptionsError(
-            f"temperature must be at most {MAX_TEMPERATURE:g} for the web page;"
-            f" got {options.temperature:g}"
-        )
+        message = f"temperature must be at most {MAX_TEMPERATURE:g} for the page"
+        raise OptionsError(f"{message}; got {options.temperature:g}")
     return {
         "model": about.name,
         "rule": acceptance.rule,
