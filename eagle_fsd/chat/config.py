@@ -62,7 +62,7 @@ class Limits(Options):
         description="Decode losslessly only, and reject requests that ask for anything else.",
     )
     max_threshold: float = Field(
-        default=0.5, ge=0.0, le=1e9, description="Largest threshold that a request may set."
+        default=0.5, ge=0.0, le=1e9, description="Largest T of requests, or the server's if larger."
     )
     stall_timeout: float = Field(
         default=600.0,

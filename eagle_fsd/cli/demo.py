@@ -32,7 +32,7 @@ def demo(
     ] = AnswerOptions(),
     limits: LimitOptions = Limits(),
 ) -> None:
-    """Chat with a pair on a web page, until Ctrl-C; eagle-fsd serve --web with its own options.
+    """Chat with a pair on a web page: eagle-fsd serve --web, with options for the page.
 
     Tokens are colored by origin, and sliders set the threshold and the other acceptance options.
     Compare decodes the same prompt losslessly and with FSD, side by side.

@@ -3,9 +3,9 @@
 A web page in the user's browser can send requests to servers on the same machine. The guard
 therefore rejects requests whose ``Host`` is not a name of the server (DNS rebinding), whose
 ``Origin`` is another site, and bodies that are not declared as JSON, which browsers send to other
-sites without asking them. It also checks keys before it reads a body, bounds bodies in size and
-time, and answers exceptions without a traceback. It tells the application which client a request is
-from: the owner of a key, or else an address.
+sites without a preflight request. It also checks keys before it reads a body, bounds bodies in size
+and time, and answers exceptions without a traceback. It tells the application which client a
+request is from: the owner of a key, or else an address.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Access:
 
     ``hosts`` are names of the server, beside those of this machine, that requests may have in their
     ``Host`` header. If there are ``keys``, every request must send one of them: as a bearer token,
-    or as the password of any user; only the files of a ``page`` can be read without. ``origins``
-    are other sites whose web pages may send requests.
+    or as the password of any user; only ``/health``, ``/ready`` and the files of a ``page`` need
+    none. ``origins`` are other sites whose web pages may send requests.
     """
 
     hosts: tuple[str, ...] = ()
@@ -137,7 +137,8 @@ class Guard:
             await send(message)
 
         try:
-            scope.setdefault("state", {})["client"] = self._check(scope, sent)  # the connection reads it
+            client = self._check(scope, sent)
+            scope.setdefault("state", {})["client"] = client  # also for the connection
             receive = await self._read(scope, sent, receive)
             await self.app(scope, receive, tracked_send)
         except RefusedError as error:

@@ -58,7 +58,7 @@ def _import_fastchat() -> Any:
         module: Any = importlib.import_module("fastchat.serve.base_model_worker")
     finally:
         sys.stdout, sys.stderr = streams
-    # If unset, FastChat redirects the standard streams to a log file.
+    # Without a logger, a worker would create one that redirects the standard streams to a file.
     module.logger = logging.getLogger("model_worker")
     return module
 
