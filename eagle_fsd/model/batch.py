@@ -53,7 +53,7 @@ class StreamChunk:
 
 
 class EnginePool:
-    """Engines of calls that have ended, kept for the CUDA graphs of their steps; for any thread."""
+    """Engines of calls that have ended, kept for the CUDA graphs of their steps. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # the garbage collector may end a call within one of these
@@ -92,7 +92,7 @@ class EnginePool:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the engines of a batch consist of.
+    """What the engines of a batch are built from.
 
     ``batch_trees`` maps the least number of rows to the tree of requests that use batch trees.
     """
@@ -165,7 +165,6 @@ class Batch:
         self.max_rows, self.passes = max_rows, 0
         self._requested_rows = max_rows
         self._options, self._max_length = options, max_length
-        self._pool = options.pool
         self._failed = False  # an exception has interrupted a step
         self._engines: dict[Hashable, Engine] = {}
         self._waiting: deque[Answer] = deque()
@@ -238,7 +237,7 @@ class Batch:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            if self._pool.clear() or self.max_rows > 1:
+            if self._options.pool.clear() or self.max_rows > 1:
                 self._halve()
             else:
                 found.append(self._fail(error))
@@ -247,7 +246,7 @@ class Batch:
 
     @torch.inference_mode()
     def close(self) -> None:
-        """Cancel all answers, and let other batches of the same model have the engines."""
+        """Cancel all answers, and return the engines to the pool."""
         for answer in (*self._waiting, *self._places):
             answer.finished = True
         self._waiting.clear()
@@ -255,7 +254,7 @@ class Batch:
         engines = self._drop_engines(list(self._engines))
         if not self._failed:
             for engine in engines:
-                self._pool.put(engine)
+                self._options.pool.put(engine)
 
     def _prefill(self, engine: Engine) -> None:
         """Process prompts, without letting rows that are being decoded wait for long ones."""
@@ -323,13 +322,18 @@ class Batch:
                 found.append(_ended(self._waiting.popleft(), error))
                 continue
             self._waiting.popleft()
-            self._places[answer], answer.began = engine, dict(engine.clock.seconds)
+            self._places[answer] = engine
+            now, spent = engine.clock.seconds, answer.stats.seconds  # spent if it was resumed
+            answer.began = {name: now.get(name, 0.0) - spent.get(name, 0.0) for name in now | spent}
             new.setdefault(engine, []).append(answer)
         for engine, rows in new.items():
             engine.admit(rows)
 
     def _make_room(self, engine: Engine, new: int, request: Request) -> bool:
-        """Reserve memory for the last of some new rows; return whether there is enough."""
+        """Reserve memory for one more of the rows being admitted, ``new`` of them so far.
+
+        Return False if there is too little.
+        """
         rows = len(engine.rows) + engine.joining + new
         reserved_rows, reserved_length = engine.reserved
         needed = max(rows, reserved_rows), max(request.max_length, reserved_length)
@@ -353,7 +357,7 @@ class Batch:
         """Return whether rows fit in memory; drop pooled engines if they do not otherwise."""
         if rows <= engine.fitting_rows(length):
             return True
-        return self._pool.clear() and rows <= engine.fitting_rows(length)
+        return self._options.pool.clear() and rows <= engine.fitting_rows(length)
 
     def _engine(self, request: Request) -> Engine:
         engine = self._engines.pop(request.engine_key, None)
@@ -362,7 +366,7 @@ class Batch:
             idle = [key for key, other in self._engines.items() if other not in busy]
             unused = idle[: len(idle) + 1 - MAX_IDLE_ENGINES]  # the least recently used
             for dropped in self._drop_engines(unused):
-                self._pool.put(dropped)
+                self._options.pool.put(dropped)
             engine = self._options.engine_for(request)
             if self._max_length is not None:
                 fitting = engine.fitting_rows(self._max_length)
@@ -382,7 +386,7 @@ class Batch:
         engine.drop([index for index, answer in enumerate(engine.rows) if answer in removed])
 
     def _halve(self) -> None:
-        """Let all answers wait again, for half as many rows."""
+        """Requeue all answers, and halve the number of rows."""
         self.max_rows = max(1, self.rows // 2)
         log.warning("memory ran out: reduced the batch size to %d", self.max_rows)
         for answer, engine in self._places.items():

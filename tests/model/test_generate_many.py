@@ -34,6 +34,7 @@ from eagle_fsd.model import engine, memory
 from eagle_fsd.model.acceptance import FuzzyRule, LimitedRule, TypicalRule
 from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.execution import StepResult
+from eagle_fsd.model.request import Answer
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.target import Target
 
@@ -249,10 +250,15 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(
         for number, options in enumerate(ways)
     ]
     expected = [alone(pair, item) for item in items]
+    spent: dict[Answer, float] = {}
 
     def fail(self: Engine) -> StepResult:
         nonlocal steps
         steps += 1
+        for row in self.rows:
+            seconds = sum(row.stats.seconds.values())
+            assert seconds >= spent.get(row, 0.0)
+            spent[row] = seconds
         if failures and steps >= failures[0][0] and len(self.rows) > 1:
             steps = 0
             raise failures.pop(0)[1]
