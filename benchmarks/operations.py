@@ -106,7 +106,8 @@ def time_vocabulary(
     level = logits[:, : TREE.top_k]
 
     def verification(rule: AcceptanceRule, sampling: SamplingConfig) -> Callable[[], object]:
-        sampler, random = Sampler(sampling), RandomNumbers.seeded(0, 1).to(options.device)
+        sampler, seeded = Sampler(sampling), RandomNumbers.seeded(0, 1)
+        random = RandomNumbers(seeded.keys.to(options.device), seeded.positions.to(options.device))
         return lambda: verify(sampler(tree, logits, random), rule)
 
     exact, greedy = ExactRule(), SamplingConfig()

@@ -290,7 +290,7 @@ class Engine:
         return order
 
     def abandon(self) -> None:
-        """Do not process prompts any further whose rows have all been cancelled."""
+        """Drop groups of prompts whose rows have all been cancelled."""
         self._prompts = deque(
             group for group in self._prompts if not all(row.finished for row in group.rows)
         )
@@ -329,7 +329,7 @@ class Engine:
     def _reuse(self, place: int, ids: list[int]) -> int:
         """Move the row with the longest prefix of a prompt to a place; return its length.
 
-        If it has many other tokens, a copy of it replaces the row that was not used for longest.
+        If it has many other tokens, a copy of it replaces the least recently used row.
         """
         caches, drafter = self.caches, self.drafter if self._drafts_from_cache else None
         places = range(place, len(caches.rows))
@@ -404,7 +404,7 @@ class Engine:
         launched = self._ahead or execution.launch(self.state, self.tree, *self._visible_slots())
         self._ahead = None
         rule_state = self.state.rule_state.clone()
-        # Unless no row has room for more tokens. The root is not part of a row's length.
+        # Unless every row has room for two more tokens at most, which this step is likely to emit.
         if execution.overlaps and any(row.request.max_length - row.length > 2 for row in self.rows):
             self._ahead = execution.launch(self.state, self.tree, *self._visible_slots(unread=1))
         result = self._read(launched)

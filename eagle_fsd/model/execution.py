@@ -159,7 +159,7 @@ class StepResult:
 
 
 class LaunchedStep:
-    """A step that the device has been told to take."""
+    """A step that has been launched on the device."""
 
     def __init__(self, output: StepOutput) -> None:
         packed = output.packed

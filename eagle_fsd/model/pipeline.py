@@ -88,8 +88,8 @@ class EagleFSD:
             tokens. Assigning to :attr:`tree` sets it too.
         has_default_tree: Whether no argument, file or assignment has set a tree.
         batch_trees: Shapes of the draft trees of lossless calls, by the least number of prompts
-            decoded at once; the tokens do not depend on them. Assigning to :attr:`tree` clears
-            them.
+            decoded at once; the tokens do not depend on them. Not used if :attr:`exact_tree` has
+            a single node. Assigning to :attr:`tree` clears them.
         compile: Whether the passes of drafter and target are compiled by ``torch.compile``, see
             :meth:`from_pretrained`.
         capture: Whether steps on a CUDA device are captured in graphs and replayed where possible;
@@ -165,10 +165,11 @@ class EagleFSD:
                 Default: all.
             compile: Whether the passes of drafter and target, and verification, are compiled by
                 ``torch.compile``. True compiles them when a call first needs them, which takes
-                about a minute, for as many rows as the call decodes at once. ``"auto"`` compiles
-                those for a single row in a background thread once decoding has taken about as long;
-                later answers use them. Sampling is then reproducible only with a ``seed``, and in
-                half precision, tokens can depend on when that happens.
+                about a minute, for as many rows as the call has prompts, or ``max_batch`` in
+                :meth:`generate_many`. ``"auto"`` compiles those for a single row in a background
+                thread once decoding has taken about as long; later answers use them. Sampling is
+                then reproducible only with a ``seed``, and in half precision, tokens can depend on
+                when that happens.
             token: A Hugging Face token for gated repositories.
             **target_options: ``quantize`` and ``tp_plan``, see
                 :func:`~eagle_fsd.model.loading.load_target`; all others are passed to
@@ -594,7 +595,7 @@ class EagleFSD:
         )
 
     def _engine_options(self, rows: int = 1, caches: PrefixCache | None = None) -> EngineOptions:
-        """Return what engines that decode ``rows`` prompts at once consist of."""
+        """Return the options of engines that decode ``rows`` prompts at once."""
         # Processes that decode together would have to compile at the same time.
         auto = self.compile == "auto" and self.target.group is None
         execution = ExecutionOptions(

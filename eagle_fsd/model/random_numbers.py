@@ -50,10 +50,6 @@ class RandomNumbers:
         """Return the random numbers of a first step."""
         return cls(seed_keys(seed, rows), torch.zeros(rows, dtype=torch.long))
 
-    def to(self, device: torch.device) -> RandomNumbers:
-        """Return the same numbers on another device."""
-        return RandomNumbers(self.keys.to(device), self.positions.to(device))
-
     def node_keys(self, tree: DraftTree) -> Tensor:
         """Return ``[B, N]`` int64: a hash of the answer up to every node."""
         own = token_keys(tree.tokens, self.positions[:, None] + tree.depths)

@@ -73,8 +73,8 @@ class AnswerProcessor(LogitsProcessor):
 class Prefix:
     """The tokens of a row so far, prompt padding included, for processors that read them.
 
-    The prompt is number ``row`` of the ``rows`` of its call; processors are not called after
-    ``ends``.
+    The prompt is number ``row`` of the ``rows`` of its call; processors are not called for nodes
+    after one of the tokens ``ends``.
     """
 
     def __init__(
@@ -279,13 +279,13 @@ class Sampler:
         ]
         paths, parents, tokens = _paths(tree, row), tree.parents[row], tree.tokens[row]
         result = logits[row].clone()
-        goes_on = ~torch.isin(tokens, prefix.ends.to(tokens.device))
+        continues = ~torch.isin(tokens, prefix.ends.to(tokens.device))
         open_ = torch.zeros_like(parents, dtype=torch.bool)
         open_[0] = True
         for depth in range(tree.max_depth + 1):
             if depth:
                 allowed = result[parents, tokens] > -torch.inf
-                open_ = open_ | (open_[parents] & allowed & goes_on)
+                open_ = open_ | (open_[parents] & allowed & continues)
             nodes = (open_ & (tree.depths[row] == depth)).nonzero()[:, 0]
             if not len(nodes):
                 break

@@ -95,7 +95,8 @@ GroupDetails = tuple[list[int], Tensor, Tensor]
 class StepOutput:
     """The emitted tokens of a step, on the device.
 
-    ``packed`` is ``[B, 2 + 2 A]``: count, whose logits are broken, tokens and origins.
+    ``packed`` is ``[B, 2 + 2 A]``: count, fault (see :meth:`VerificationInputs.row_faults`), tokens
+    and origins.
     """
 
     packed: Tensor

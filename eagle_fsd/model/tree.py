@@ -78,7 +78,7 @@ class DraftTree:
         torch._dynamo.maybe_mark_dynamic(self.ancestors, [1, 2])
 
     def has_children(self) -> Tensor:
-        """Return ``[B, N]`` bool: which nodes are not leaves."""
+        """Return ``[B, N]`` bool: which nodes are not leaves; true for padding, too."""
         found = torch.zeros_like(self.tokens, dtype=torch.bool)
         return found.scatter_(1, self.parents[:, 1:], True)
 

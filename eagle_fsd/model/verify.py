@@ -45,7 +45,7 @@ class Origin(IntEnum):
 
     PADDING = 0  #: no token: the row had ended
     EXACT = 1  #: drafted, and equal to the target's own sample
-    FUZZY = 2  #: drafted, different from the target's sample, admitted by the acceptance rule
+    FUZZY = 2  #: drafted or drawn from the draft, different from the target's sample, and admitted
     TARGET = 3  #: the target's sample after the kept path (the bonus token)
 
 
@@ -61,7 +61,8 @@ class VerificationInputs:
         warped: After temperature, top-k and top-p: the distributions that are sampled from. At
             temperature 0 this is the object ``processed``.
         warped_draft: The draft's distributions at its ``M`` expanded nodes after the same warping.
-            None if neither the options nor the rule need it.
+            None if neither the options nor the rule need it. At temperature 0 it is not warped, and
+            its ``max_log_prob`` is not computed.
         sampled: ``[B, N]`` the target's own sample ``s`` at each node; where the tree's tokens were
             sampled, see :mod:`~eagle_fsd.model.residual`.
         drawn: ``[B, N]`` one token sampled from the draft's distribution at each expanded node
@@ -88,7 +89,7 @@ class VerificationInputs:
     _regret: Tensor | None = field(default=None, init=False, repr=False)
 
     def row_faults(self, kept: Verification) -> Tensor:
-        """Find the rows for which no token can be chosen, because logits are NaN or infinite.
+        """Find the rows without a choice: NaN or infinite logits, or -inf for every token.
 
         The result is ``[B]`` int64: 0 for none, :data:`TARGET_FAULT` if the target's own logits are
         broken, ``TARGET_FAULT + i`` if those that its ``i``-th processor or warper, counted from 1,

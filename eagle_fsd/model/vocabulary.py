@@ -145,13 +145,10 @@ def arg_max(values: Tensor) -> Tensor:
 
 def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the ``k`` largest of ``[..., V]`` and their indices, by way of the best blocks."""
-    if values.shape[-1] <= SMALL_VOCABULARY:
-        found = values.max(-1, keepdim=True) if k == 1 else values.topk(k)
-        return found.values, found.indices
     blocks = _in_blocks(values)
     count, size = blocks.shape[-2:]
-    if 4 * k > count:
-        found = values.topk(k)
+    if values.shape[-1] <= SMALL_VOCABULARY or 4 * k > count:
+        found = values.max(-1, keepdim=True) if k == 1 else values.topk(k)
         return found.values, found.indices
     block = blocks.amax(-1).topk(k).indices  # [..., k]
     candidates = blocks.gather(-2, block[..., None].expand(*block.shape, size))
