@@ -330,10 +330,7 @@ class Batch:
             engine.admit(rows)
 
     def _make_room(self, engine: Engine, new: int, request: Request) -> bool:
-        """Reserve memory for one more of the rows being admitted, ``new`` of them so far.
-
-        Return False if there is too little.
-        """
+        """Reserve memory for the last of ``new`` rows to admit; return whether there is enough."""
         rows = len(engine.rows) + engine.joining + new
         reserved_rows, reserved_length = engine.reserved
         needed = max(rows, reserved_rows), max(request.max_length, reserved_length)

@@ -134,13 +134,9 @@ class Engine:
         return max(needed, key=memory.Bytes.total)
 
     def fitting_rows(self, max_length: int) -> int:
-        """Return how many rows of at most ``max_length`` tokens fit in the free memory.
-
-        Caches that an earlier call has allocated count as well, if they are large enough.
-        """
-        fitting = memory.fitting_rows(self.row_bytes(max_length))
+        """Return how many rows of at most ``max_length`` tokens fit in caches or free memory."""
         allocated = self.caches.fitting_rows(*self._slots(max_length))
-        return self.target.agree(max(fitting, allocated))
+        return self.target.agree(max(allocated, memory.fitting_rows(self.row_bytes(max_length))))
 
     def reserve(self, rows: int, max_length: int) -> None:
         """Allocate memory; on CUDA for somewhat longer rows, see :func:`cache_slots`."""

@@ -77,12 +77,11 @@ class RowCaches:
     def fitting_rows(self, length: int, draft_length: int) -> int:
         """Return how many rows with so many slots in the two caches these have room for."""
         needed = (self.target_cache, length), (self.draft_cache, draft_length)
-        rows = [
+        return min(
             0 if cache is None or cache.length < slots else cache.rows
             for cache, slots in needed
             if slots
-        ]
-        return min(rows)
+        )
 
     def reserve(
         self,
@@ -137,10 +136,7 @@ class RowCaches:
         self.rows[row].used = self._touched
 
     def clear(self, row: int, length: int) -> None:
-        """Drop the tokens beyond a length, and zero their slots.
-
-        They may hold NaNs, which an additive mask would let through.
-        """
+        """Drop tokens beyond a length; zero their slots: an additive mask lets NaNs through."""
         cached = self.rows[row]
         cached.truncate(length)
         for cache in self._caches:
