@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -59,11 +59,6 @@ class RuleStates:
         self._names: tuple[str, ...] = ()
         self._now: Tensor | None = None
 
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether a state depends on the length of the answer."""
-        return any(self._delayed)
-
     def keep_only(self, requests: Iterable[str]) -> None:
         """Forget all requests but these."""
         self.forget(self._slots.keys() - requests)
@@ -74,14 +69,13 @@ class RuleStates:
             self._slots.pop(name, None)
 
     def of(
-        self, requests: Sequence[str], emitted: Tensor | None, device: torch.device | None = None
+        self, requests: Sequence[str], emitted: Callable[[], Tensor], device: torch.device
     ) -> Tensor:
         """Return the states ``[B, W]`` of a batch's requests; those of new requests are zero.
 
-        ``emitted`` ``[B]`` are the numbers of tokens that their answers have; None, with a device,
-        is allowed unless :attr:`counts_tokens`.
+        ``emitted`` returns ``[B]``, the numbers of tokens that their answers have; it is called if
+        a state depends on these.
         """
-        device = device if emitted is None else emitted.device
         taken = set(self._slots.values())
         free = [slot for slot in range(len(taken) + len(requests)) if slot not in taken]
         new = [name for name in requests if name not in self._slots]
@@ -99,8 +93,7 @@ class RuleStates:
         state = self._values[self._now]
         for column, delayed in enumerate(self._delayed):
             if delayed:  # the engine also emits tokens without the rule
-                assert emitted is not None
-                state[:, column] = emitted
+                state[:, column] = emitted()
         return state
 
     def store(self, state: Tensor) -> None:

@@ -27,7 +27,7 @@ from eagle_fsd.model.tree import DraftTree, ancestor_matrix
 from eagle_fsd.model.verify import VerificationInputs, verify
 from eagle_fsd.model.vocabulary import Distributions
 
-VOCABULARY = 24
+VOCABULARY, CPU = 24, torch.device("cpu")
 CONFIGS = [
     AcceptanceConfig(threshold=0.3, min_ratio=0.1, divergence="js"),
     AcceptanceConfig(threshold=0.4, divergence="tv", exact_first=3),
@@ -157,13 +157,13 @@ def test_the_host_reads_nothing() -> None:
         logits = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(0))
         layout = Layout.of(torch.tensor([3, 6]), 6, 3)
         tree = layout.tree(logits.argmax(-1), logits)
-        emitted_before, greedy = torch.zeros(2), torch.ones(2, dtype=torch.bool)
+        greedy = torch.ones(2, dtype=torch.bool)
         for _ in range(2):
             with host_reads() as found:
                 laws = Distributions.of(logits[layout.index])
                 state = None
                 if verifier.rule.state_size:
-                    state = verifier.states.of(["a", "b"], emitted_before)
+                    state = verifier.states.of(["a", "b"], lambda: torch.zeros(2), CPU)
                 verifier.relax(logits.clone(), layout, tree, laws, laws, laws, greedy, state)
                 verifier.finish(torch.tensor([[1, 2, -1, -1], [3, -1, -1, -1]]))
             # On a CPU, divergences read the number of nodes that have one.

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from certificates import CERTIFICATE
+from torch import Tensor
 
 from eagle_fsd import AcceptanceConfig, OptionsError, Origin
 from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_HEAD, BUNDLED_TARGET
@@ -93,16 +94,20 @@ def test_changed_signatures_are_found() -> None:
 def test_states_follow_requests() -> None:
     """States follow requests in any order; new and forgotten requests start with a fresh state."""
     states = RuleStates(rule_for(AcceptanceConfig(rule="regret", exact_first=4)))
-    first = states.of(["a", "b"], torch.tensor([1.0, 9.0]))
+
+    def of(names: list[str], emitted: Tensor) -> Tensor:
+        return states.of(names, lambda: emitted, emitted.device)
+
+    first = of(["a", "b"], torch.tensor([1.0, 9.0]))
     assert first.tolist() == [[0.0, 1.0], [0.0, 9.0]]  # nats of the limit, tokens of the delay
     states.store(first + 0.5)
     many = [str(number) for number in range(200)]
-    assert not states.of(many, torch.zeros(200)).any()
+    assert not of(many, torch.zeros(200)).any()
     states.keep_only(["a", "b"])
-    assert states.of(["b", "a"], torch.tensor([12.0, 3.0])).tolist() == [[0.5, 12.0], [0.5, 3.0]]
+    assert of(["b", "a"], torch.tensor([12.0, 3.0])).tolist() == [[0.5, 12.0], [0.5, 3.0]]
     states.forget(["a"])
     for _ in range(2):  # also after a step that stores nothing
-        assert states.of(["a", "b"], torch.zeros(2)).tolist() == [[0.0, 0.0], [0.5, 0.0]]
+        assert of(["a", "b"], torch.zeros(2)).tolist() == [[0.0, 0.0], [0.5, 0.0]]
 
 
 def test_accepted_tokens_are_logged(caplog: pytest.LogCaptureFixture) -> None:

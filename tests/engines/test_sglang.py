@@ -274,7 +274,7 @@ def test_greedy_trees_keep_the_library_s_path(
         state = None
         if rule.state_size:
             names = [request.rid for request in batch.requests]
-            state = verifier.states.of(names, torch.zeros(len(rows)))
+            state = verifier.states.of(names, lambda: torch.zeros(len(names)), rows.device)
         verifier(output.next_token_logits, rows, tree, None, state)
         return eagle_sample(verify_input, info, output, mask)
 

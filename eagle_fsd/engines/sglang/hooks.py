@@ -152,11 +152,14 @@ class RelaxedSample:
         if self.verifier.rule.state_size:
             self.verifier.states.keep_only(self._requests)  # those that SGLang still holds
             self._requests.update((request.rid, request) for request in batch.reqs)
-            prompts = torch.tensor([len(request.origin_input_ids) for request in batch.reqs])
             roots = verify_input.positions.view(-1, size)[:, 0]
-            emitted = roots + 1 - prompts.to(roots.device, non_blocking=True)
+
+            def emitted() -> Tensor:
+                prompts = torch.tensor([len(request.origin_input_ids) for request in batch.reqs])
+                return roots + 1 - prompts.to(roots.device, non_blocking=True)
+
             names = [request.rid for request in batch.reqs]
-            state = self.verifier.states.of(names, emitted.float())
+            state = self.verifier.states.of(names, emitted, roots.device)
         self.verifier(
             logits, verify_input.retrieve_index.long(), tree, sampling=sampling, state=state
         )

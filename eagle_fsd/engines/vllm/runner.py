@@ -72,17 +72,18 @@ def prepare(runner: Any, metadata: Any) -> None:
     verifier, state, draft_logits = sampler.verifier, None, None
     if verifier.rule.state_size:
         verifier.states.keep_only(runner.requests)
-        counted = verifier.states.counts_tokens
-        emitted = _emitted_before(runner, metadata) if counted else None
-        device = metadata.logits_indices.device
-        state = verifier.states.of(runner.input_batch.req_ids, emitted, device)
+        state = verifier.states.of(
+            runner.input_batch.req_ids,
+            emitted=lambda: _emitted_before(runner, metadata),
+            device=metadata.logits_indices.device,
+        )
     if reads_draft(verifier.rule):
         draft_logits = _draft_logits(runner, metadata)
     sampler.prepare(state, draft_logits)
 
 
 def _emitted_before(runner: Any, metadata: Any) -> Tensor:
-    """Return ``[B]`` float32: the number of tokens of each request's answer before this step.
+    """Return ``[B]``: the number of tokens of each request's answer before this step.
 
     The first row of a request's logits belongs to the last token that it emitted.
     """
@@ -90,7 +91,7 @@ def _emitted_before(runner: Any, metadata: Any) -> Tensor:
     firsts = torch.cat([counts.new_zeros(1), counts[:-1]]).long()
     positions = runner.positions[metadata.logits_indices.long()[firsts]]
     prompts = torch.from_numpy(runner.input_batch.num_prompt_tokens[: len(counts)].copy())
-    return (positions + 1 - prompts.to(positions.device, non_blocking=True)).float()
+    return positions + 1 - prompts.to(positions.device, non_blocking=True)
 
 
 def _draft_logits(runner: Any, metadata: Any) -> Tensor | None:

@@ -131,9 +131,10 @@ class RelaxedSamplerV2(RejectionSampler):
     def _state(self, roots: Tensor, idx_mapping: Tensor, idx_mapping_np: np.ndarray) -> Tensor:
         """Return the rule's states ``[B, W]``, given the positions ``[B]`` of the trees' roots."""
         requests = self.sampler.req_states
-        emitted = roots + 1 - requests.prompt_len.gpu[idx_mapping]
         names = [requests.index_to_req_id[index] for index in idx_mapping_np.tolist()]
-        return self.verifier.states.of(names, emitted.float())
+        return self.verifier.states.of(
+            names, lambda: roots + 1 - requests.prompt_len.gpu[idx_mapping], roots.device
+        )
 
 
 def extend_runner_v2() -> None:

@@ -232,7 +232,8 @@ def test_sampled_batches_keep_the_target_s_distribution_where_nothing_is_relaxed
     counts = torch.zeros(VOCABULARY)
     names = [str(number) for number in range(4000)]
     for _ in range(10):
-        sampler.prepare(sampler.verifier.states.of(names, torch.zeros(4000)), None)
+        state = sampler.verifier.states.of(names, lambda: torch.zeros(4000), CPU)
+        sampler.prepare(state, None)
         found = sampler(metadata, None, logits.clone(), sampling([1.0] * 4000)).sampled_token_ids
         counts += found[:, 0].long().bincount(minlength=VOCABULARY)
     assert (counts / 40000 - logits[0].softmax(-1)).abs().max() < 0.0155
