@@ -120,18 +120,19 @@ class LocalBackend:
         with self._counted():
             if not admitted:
                 self.queue.check_room(client)
-            request = replace(await self.read(params, client), client=client, method=method)
+            request = await self.read(params, client)
+            request = replace(request, client=client, method=method, admitted=admitted)
             if request.compile_grammar is not None:
                 grammar = await self.compiler.run(client, request.compile_grammar)
                 request = replace(request, grammar=grammar)
             if request.echo_texts:
-                async for update in self._echo(request, admitted):
+                async for update in self._echo(request):
                     yield request, update
+                request = replace(request, admitted=True)
             if request.prompt_only:
                 self._finish(request.ids.shape[1])
                 return
-            job = self.queue.submit(request, admitted=admitted or bool(request.echo_texts))
-            async with contextlib.aclosing(job.updates()) as found:
+            async with contextlib.aclosing(self.queue.submit(request).updates()) as found:
                 async for update in found:
                     yield request, update
 
@@ -159,9 +160,7 @@ class LocalBackend:
         stats = {**answer_stats(DecodeStats.empty(1)), **token_usage(prompt_tokens, 0)}
         self.queue.observer.request_finished("ended", stats)
 
-    async def _echo(
-        self, request: AnswerRequest, admitted: bool
-    ) -> AsyncGenerator[JobUpdate, None]:
+    async def _echo(self, request: AnswerRequest) -> AsyncGenerator[JobUpdate, None]:
         """Yield the prompt in parts, scored in the decoding queue if requested."""
         scores: PromptScores | None = None
         if request.details is not None:
@@ -169,7 +168,7 @@ class LocalBackend:
             scores = await self.queue.call(
                 lambda cancelled: score_prompt(self.model, request.ids, count, cancelled),
                 request.client,
-                admitted=admitted,
+                request.admitted,
             )
         stats = answer_stats(DecodeStats.empty(1))
         tokens, texts = request.ids[0].tolist(), request.echo_texts
@@ -230,7 +229,7 @@ class LocalBackend:
         decode = partial(self.model.tokenizer.decode, list(tokens))
         with self._counted():
             if not all(0 <= token <= last for token in tokens):
-                raise RequestError(f"tokens must be token ids in [0, {last}]")
+                raise RequestError(f"tokens must be token ids in [0, {last}]", param="tokens")
             return str(await self.reader.run(client, decode))
 
     async def embed(self, texts: Sequence[str], client: str = "") -> tuple[list[list[float]], int]:

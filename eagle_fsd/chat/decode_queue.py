@@ -251,14 +251,11 @@ class DecodeQueue:
         began = self._working_since
         return began is not None and time.monotonic() - began > self.stall_timeout
 
-    def submit(self, request: AnswerRequest, admitted: bool = False) -> Job:
-        """Add a request, in the event loop that will read its updates.
-
-        Raises QueueFullError, unless the request is ``admitted`` because it continues another.
-        """
+    def submit(self, request: AnswerRequest) -> Job:
+        """Add a request, in the event loop that will read its updates; raises QueueFullError."""
         job = Job(request, asyncio.get_running_loop())
         with self._changed:
-            if self._closed or not admitted:
+            if self._closed or not request.admitted:
                 self._admit(job.client)
             self._waiting.append(job)
             self._changed.notify()

@@ -105,6 +105,7 @@ class AnswerRequest:
     prompt_only: bool = False  #: whether the prompt is echoed and nothing generated
     dropped: int = 0  #: messages that were dropped to fit the context
     client: str = ""  #: owner of a key, or an address; clients share the rows of a batch
+    admitted: bool = False  #: whether it continues a request, which a full queue must not refuse
 
 
 class ChatAnswer:

@@ -108,6 +108,12 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
         body = ApiError(message, error.status_code).body()
         return JSONResponse(body, error.status_code, error.headers)
 
+    async def unanswered(_: Request, error: Exception) -> Response:
+        return _error_response(answer_error(error, {}))
+
+    for kind in ANSWER_ERRORS:
+        app.add_exception_handler(kind, unanswered)
+
     @app.exception_handler(Exception)
     async def failed(_: Request, __: Exception) -> Response:  # the guard logs the exception
         return _error_response(ApiError("the request failed", 500))
@@ -181,10 +187,7 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
     @app.post("/v1/embeddings")
     async def embed(body: EmbeddingRequest, request: Request) -> Response:
         check_model(body.model)
-        try:
-            vectors, tokens = await backend.embed(body.input, request.state.client)
-        except ANSWER_ERRORS as error:
-            raise answer_error(error, {"input": "input"}) from error
+        vectors, tokens = await backend.embed(body.input, request.state.client)
         return JSONResponse(embedding_response(body, vectors, tokens))
 
     @app.post("/tokenize")
@@ -192,20 +195,14 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
         check_model(body.model or names[0])
         chat = to_chat(body.messages) if body.messages else None
         special, client = body.add_special_tokens, request.state.client
-        try:
-            tokens = await backend.tokenize(body.prompt, chat, special, client)
-        except RequestError as error:
-            raise answer_error(error, {}) from error
+        tokens = await backend.tokenize(body.prompt, chat, special, client)
         length = backend.model.target.context_length
         return {"count": len(tokens), "max_model_len": length, "tokens": tokens}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
         check_model(body.model or names[0])
-        try:
-            return {"prompt": await backend.detokenize(body.tokens, request.state.client)}
-        except RequestError as error:
-            raise answer_error(error, {"tokens": "tokens"}) from error
+        return {"prompt": await backend.detokenize(body.tokens, request.state.client)}
 
     @app.get("/version")
     async def package_version() -> dict[str, str]:
