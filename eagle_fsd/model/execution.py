@@ -83,7 +83,8 @@ class Execution:
         """Decide how the steps of the rows run."""
         decisions = [group.decision for group in state.groups]
         device = self.target.device
-        self.compiles = len(state.roots) == self.compiled_rows
+        # Caches cannot be allocated in compiled passes.
+        self.compiles = len(state.roots) == self.compiled_rows and state.cache.nbytes > 0
         fixed = not state.draft.waits and not any(
             decision.sampler.needs_prefix for decision in decisions
         )

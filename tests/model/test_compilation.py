@@ -123,6 +123,15 @@ def test_methods_that_call_the_base_class_are_compiled(
     assert len(graphs) == 2  # drafting and target
 
 
+def test_a_prompt_of_one_token_is_decoded_eagerly(graphs: list[torch.fx.GraphModule]) -> None:
+    """The caches are allocated in its first step, which a compiled pass cannot do."""
+    pair = PAIRS["eagle"]()
+    pair.compile = True
+    found = pair.generate(prompt(1), max_new_tokens=6).sequences
+    assert torch.equal(found, greedy_reference(pair.model, prompt(1), new=6))
+    assert not graphs
+
+
 def test_no_tree_is_compiled_to_choose_one(
     graphs: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
