@@ -160,7 +160,7 @@ license: apache-2.0
 An EAGLE-3 head with {parameters} M parameters for the bundled target, in the layout that EAGLE and
 SGLang read. It has the norms of EAGLE-3.1 (`fc_norm`, `norm_output`), reads the inputs of the
 target's layers 2, 7 and 11, and can draft {settings[draft_vocab_size]} of the target's 1024 tokens.
-Its embedding is the target's. It is not calibrated: decoding is lossless unless a threshold is set.
+Its embedding is the target's. It has no settings: decoding is lossless unless a threshold is set.
 
 Trained by `python -m recipes.bundled --stage eagle3` on {chats} generated chats and
 the target's stored hidden states: cross-entropy with the target's distribution, {settings[unroll]}

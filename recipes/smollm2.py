@@ -505,8 +505,8 @@ base_model: HuggingFaceTB/SmolLM2-135M-Instruct
 # {kind} draft head of SmolLM2-135M-Instruct
 
 A head with {parameters} M parameters that drafts {settings[draft_vocab_size]} of the target's
-49,152 tokens. Its embedding is the target's. `fsd.json`, if present, holds the settings that
-`from_pretrained` uses by default.
+49,152 tokens. Its embedding is the target's. An `fsd.json` beside it holds the settings
+that `from_pretrained` uses by default.
 
 Trained by `python -m recipes.smollm2` on {chats} chats that the target wrote; questions of
 MT-bench, Spec-Bench, IFEval and GSM8K's test set are not among them: {steps} steps, {tokens} tokens
