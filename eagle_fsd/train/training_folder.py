@@ -86,7 +86,7 @@ class TrainingFolder:
         before = json.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))
         # Earlier versions had fewer options and did not record the dtype.
         before["recipe"] = {**TrainConfig().model_dump(), **before["recipe"]}
-        before["data"].setdefault("dtype", content["data"]["dtype"])
+        before["data"].setdefault("dtype", content["data"].get("dtype"))
         changed = [
             f"{name} was {before[part].get(name)!r}, is {value!r}"
             for part in ("recipe", "data")
