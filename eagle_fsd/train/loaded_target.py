@@ -148,8 +148,8 @@ def open_chat_file(path: str | Path, progress: Progress | None = None) -> ChatFi
     return file
 
 
-def join_processes(device_map: str | None) -> PartialState:
-    """Join the processes that share the work; each may wait for the others for days."""
+def share_chats(device_map: str | None) -> PartialState:
+    """Join the processes that share the chats; each may wait for the others for days."""
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
     state = PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)
     check_device_map(device_map, state.num_processes)

@@ -22,8 +22,8 @@ from eagle_fsd.train.config import RegenerateConfig, RegenerateRequest, Regenera
 from eagle_fsd.train.loaded_target import (
     TRIAL_CHATS,
     LoadedTarget,
-    join_processes,
     open_chat_file,
+    share_chats,
 )
 from eagle_fsd.train.writing import (
     Draft,
@@ -70,7 +70,7 @@ def regenerate(
         with progress("rewriting") as report:
             remote = ServerWriter(server, on_tokens)
             return rewrite_chats(remote, chats, request.out, config=config, progress=report)
-    state = join_processes(request.device_map)
+    state = share_chats(request.device_map)
     progress = progress if state.is_main_process else no_progress
     device = request.device_map or (state.device if state.num_processes > 1 else None)
     loaded = LoadedTarget.load(request, device, token)
