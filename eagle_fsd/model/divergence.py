@@ -34,7 +34,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from eagle_fsd.model.vocabulary import LEAST, exp, top_k, top_p_radius
+from eagle_fsd.model.vocabulary import MIN_LOG_PROB, exp, top_k, top_p_radius
 
 #: ``(log p, log q)``, both ``[..., V]`` float32, to ``[...]`` float32.
 Divergence = Callable[[Tensor, Tensor], Tensor]
@@ -50,7 +50,7 @@ TOP_P = 0.95
 
 def _exp(log_probs: Tensor) -> Tensor:
     """Return ``exp``, at least about 1e-38."""
-    return log_probs.clamp_min(LEAST).exp()
+    return log_probs.clamp_min(MIN_LOG_PROB).exp()
 
 
 def _kl(a: Tensor, b: Tensor) -> Tensor:

@@ -22,13 +22,13 @@ CHUNK = 2**18
 DEVICE_CHUNK = 2**21
 #: Log-probability below which ``exp`` returns denormal numbers, which takes a CPU hundreds of times
 #: as long.
-LEAST = -87.0
-#: Probability that counts as 0; that of :data:`LEAST` is below.
-ZERO = 1e-37
+MIN_LOG_PROB = -87.0
+#: Probabilities below it are 0, that of :data:`MIN_LOG_PROB` included.
+MIN_PROB = 1e-37
 #: Values in a block, of which sums or maxima are taken before one block is searched; a power of 2.
 BLOCK = 256
 #: Up to this number of values, ``torch.argmax`` is faster than a search of blocks.
-SMALL = 2**15
+SMALL_SIZE = 2**15
 #: Up to this size of the vocabulary, ``torch.topk`` is faster than a search for the best blocks.
 SMALL_VOCABULARY = 4096
 #: The cut of top-p is located to this fraction of an interval, as a power of 1/2.
@@ -124,8 +124,9 @@ def chunks(rows: int, logits: Tensor) -> Iterator[slice]:
 
 
 def exp(log_probs: Tensor) -> Tensor:
-    """Return probabilities for log-probabilities of any shape; those below :data:`ZERO` are 0."""
-    return nn.functional.threshold(log_probs.clamp_min(LEAST).exp_(), ZERO, 0.0, inplace=True)
+    """Return probabilities for log-probabilities of any shape, 0 below :data:`MIN_PROB`."""
+    found = log_probs.clamp_min(MIN_LOG_PROB).exp_()
+    return nn.functional.threshold(found, MIN_PROB, 0.0, inplace=True)
 
 
 def scaled(logits: Tensor, temperature: float) -> Tensor:
@@ -135,7 +136,7 @@ def scaled(logits: Tensor, temperature: float) -> Tensor:
 
 def arg_max(values: Tensor) -> Tensor:
     """Return the index of the largest of ``[..., V]``, the first of several, faster than torch."""
-    if values.numel() <= SMALL and not torch.compiler.is_compiling():
+    if values.numel() <= SMALL_SIZE and not torch.compiler.is_compiling():
         return values.argmax(-1)  # one operation instead of eleven
     blocks = _in_blocks(values)
     block = blocks.amax(-1).argmax(-1, keepdim=True)  # [..., 1]
