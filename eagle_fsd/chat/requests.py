@@ -287,8 +287,8 @@ def _check_prompt_logprobs(values: int) -> None:
     """Raise RequestError if a prompt would get too many log-probabilities."""
     if values > MAX_PROMPT_LOGPROBS:
         raise RequestError(
-            f"the prompt's tokens, multiplied by the log-probabilities for each, must be at"
-            f" most {MAX_PROMPT_LOGPROBS}; got {values}"
+            "the number of prompt tokens times (1 + logprobs), which echo reports, must be at most"
+            f" {MAX_PROMPT_LOGPROBS}; got {values}"
         )
 
 

@@ -134,7 +134,8 @@ def attend(module: Any, x: Tensor, inputs: AttentionInputs) -> Tensor:
     else:
         query = query.transpose(1, 2)
     found = F.scaled_dot_product_attention(query, keys, values, inputs.mask, scale=module.scaling)
-    found = found.view(batch, -1, length, module.head_dim).transpose(1, 2).flatten(2)
+    # CUDA kernels may return the result in another memory layout, which cannot be viewed.
+    found = found.reshape(batch, -1, length, module.head_dim).transpose(1, 2).flatten(2)
     return linear(found, module.o_proj.weight, module.o_proj.bias)
 
 

@@ -267,7 +267,7 @@ def _in_blocks(values: Tensor) -> Tensor:
 
 
 def _block_size(size: int) -> int:
-    """Return the largest divisor up to :data:`BLOCK`; ``torch.compile`` takes no ``gcd``."""
+    """Return ``gcd(size, BLOCK)``, which ``torch.compile`` cannot trace for dynamic sizes."""
     block = BLOCK
     while size % block:
         block //= 2

@@ -195,7 +195,9 @@ class Plan:
     ) -> None:
         """Add a message to its chat, or end the chat before the exchange."""
         message = (turn.start + text).strip()
-        if not complete:
+        if error is not None:
+            draft.dropped = "rejected"
+        elif not complete:
             draft.dropped = "truncated"
         elif not text.strip():
             draft.dropped = "empty"

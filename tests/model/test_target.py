@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from families import tiny_model
 from pairs import (
     aligned_pair,
@@ -207,3 +208,17 @@ def test_head_needs_a_target_whose_logits_are_a_projection() -> None:
             pair.generate(ids, max_new_tokens=4)
     plain = pair.generate(ids, max_new_tokens=4, method="ar")
     assert torch.equal(plain.sequences, greedy_reference(model, ids, new=4))
+
+
+def test_attention_kernels_may_return_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of CUDA's return [B, S, H, D] as a transposed view."""
+    attention = F.scaled_dot_product_attention
+
+    def transposed(*args: Any, **options: Any) -> Tensor:
+        return attention(*args, **options).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", transposed)
+    pair, ids = aligned_pair(), prompt(9)
+    found = pair.generate(ids, max_new_tokens=8)
+    assert found.stats.tau > 1.0
+    assert torch.equal(found.sequences, greedy_reference(pair.model, ids, new=8))

@@ -70,7 +70,7 @@ log = logging.getLogger("vllm.eagle_fsd")
 
 
 def install() -> None:
-    """Extend vLLM's configuration and rejection sampler; a second call changes nothing."""
+    """Extend vLLM's configuration, rejection sampler and workers, once per process."""
     if getattr(VllmConfig, "_eagle_fsd", False):
         return
     VllmConfig._eagle_fsd = True
@@ -79,7 +79,7 @@ def install() -> None:
         from vllm.v1.sample.rejection_sampler import RejectionSampler
         from vllm.v1.worker.worker_base import WorkerBase
     except ImportError:
-        return  # another version, of which a configuration with settings is refused
+        return  # another version, for which check_config refuses settings
     _after(RejectionSampler, "__init__", relax)
     _after(WorkerBase, "__init__", extend_worker)
 

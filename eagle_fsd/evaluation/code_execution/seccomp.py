@@ -80,7 +80,7 @@ def syscall_filter() -> bytes:
             deny,
             _instruction(_JEQ, _CLONE[column], 0, 3),
             _instruction(_LOAD, _ARGUMENT),
-            _instruction(_JSET, _CLONE_THREAD, 1, 0),  # which excludes new namespaces
+            _instruction(_JSET, _CLONE_THREAD, 1, 0),  # which excludes new user namespaces
             deny,
             _instruction(_RETURN, _ALLOW),
         ]
