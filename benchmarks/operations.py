@@ -36,7 +36,7 @@ from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.attention import fold_mask, tree_attention
 from eagle_fsd.model.cache import additive_mask
 from eagle_fsd.model.packed_weights import SUPPORTED, linear
-from eagle_fsd.model.random_numbers import RandomNumbers
+from eagle_fsd.model.random_numbers import RandomNumbers, seed_keys
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.tree import DraftTree, TreeBuilder
 from eagle_fsd.model.verify import AcceptanceRule, verify
@@ -106,8 +106,8 @@ def time_vocabulary(
     level = logits[:, : TREE.top_k]
 
     def verification(rule: AcceptanceRule, sampling: SamplingConfig) -> Callable[[], object]:
-        sampler, seeded = Sampler(sampling), RandomNumbers.seeded(0, 1)
-        random = RandomNumbers(seeded.keys.to(options.device), seeded.positions.to(options.device))
+        sampler, keys = Sampler(sampling), seed_keys(0, 1).to(options.device)
+        random = RandomNumbers(keys, torch.zeros_like(keys))
         return lambda: verify(sampler(tree, logits, random), rule)
 
     exact, greedy = ExactRule(), SamplingConfig()

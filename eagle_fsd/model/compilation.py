@@ -179,7 +179,6 @@ class BackgroundCompiler:
     def __init__(self) -> None:
         self._decoded: dict[Hashable, tuple[int, float]] = {}  # tokens and seconds
         self._started: set[Hashable] = set()
-        self._thread: threading.Thread | None = None
 
     def __reduce__(self) -> tuple[type[BackgroundCompiler], tuple[()]]:
         """Let a copy count by itself."""
@@ -216,13 +215,7 @@ class BackgroundCompiler:
             _warn_once(f"not compiled: {missing}")
             return
         run = partial(self._run, compile_steps)
-        self._thread = threading.Thread(target=run, name="compilation", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Block until nothing is being compiled."""
-        if self._thread is not None:
-            self._thread.join()
+        threading.Thread(target=run, name="compilation", daemon=True).start()
 
     @staticmethod
     def _run(compile_steps: Callable[[], None]) -> None:

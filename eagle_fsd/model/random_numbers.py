@@ -45,11 +45,6 @@ class RandomNumbers:
     keys: Tensor
     positions: Tensor
 
-    @classmethod
-    def seeded(cls, seed: int, rows: int) -> RandomNumbers:
-        """Return the random numbers of a first step."""
-        return cls(seed_keys(seed, rows), torch.zeros(rows, dtype=torch.long))
-
     def node_keys(self, tree: DraftTree) -> Tensor:
         """Return ``[B, N]`` int64: a hash of the answer up to every node."""
         own = token_keys(tree.tokens, self.positions[:, None] + tree.depths)

@@ -95,11 +95,6 @@ class Distributions:
             radius,
         )
 
-    def dense(self) -> Tensor:
-        """Return ``[B, N, V]`` log-probabilities, a new tensor of the size of the logits."""
-        count = self.peak.numel()
-        return self.rows(torch.arange(count, device=self.peak.device)).view_as(self.logits)
-
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Apply a function from ``[R, V]`` log-probabilities to ``[R]`` at every node."""
         nodes = torch.arange(self.peak.numel(), device=self.peak.device)

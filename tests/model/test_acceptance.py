@@ -9,7 +9,21 @@ import pytest
 import torch
 from pairs import ACCEPT_ALL, aligned_pair, batch, random_pair
 from torch import Tensor
-from trees import ALWAYS, EXACT, FUZZY, TARGET, A, B, C, D, E, make_inputs, make_tree, outcome
+from trees import (
+    ALWAYS,
+    EXACT,
+    FUZZY,
+    TARGET,
+    A,
+    B,
+    C,
+    D,
+    E,
+    dense,
+    make_inputs,
+    make_tree,
+    outcome,
+)
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, Origin
 from eagle_fsd.model.acceptance import (
@@ -78,7 +92,7 @@ def test_margin_rule_compares_the_two_largest_logits() -> None:
         (20.0, 0.93, [B, A]),  # 29.2 / 30: the ratio is not invariant to shifts
         (-10.0, 0.0, [A]),  # the largest logit is 0: the ratio is undefined
     ):
-        logits = inputs.processed.dense()
+        logits = dense(inputs.processed)
         logits[0, 0] = torch.tensor(LOGITS) + shift
         shifted = replace(inputs, processed=Distributions.of(logits))
         assert outcome(verify(shifted, MarginRule(ratio)))[0] == kept
@@ -155,7 +169,7 @@ def _repeated(one: VerificationInputs, uniform: Tensor) -> VerificationInputs:
         },
         draft_log_probs=one.tree.draft_log_probs.expand(DRAWS, -1, -1),
     )
-    wide = Distributions.of(one.raw.dense().expand(DRAWS, -1, -1))
+    wide = Distributions.of(dense(one.raw).expand(DRAWS, -1, -1))
     sampled = one.sampled.repeat(DRAWS, 1)
     return VerificationInputs(tree, wide, wide, wide, None, sampled, None, uniform)
 

@@ -21,12 +21,12 @@ from pairs import (
 from rules import RULES
 from sampling_laws import MODES, assert_target_law, generate, target_law
 from transformers import LlamaForCausalLM
+from trees import first_numbers
 
 from eagle_fsd import EagleFSD, Origin, TreeConfig
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.drafters.ngram import AdaptiveNGramDrafter, NGramDrafter, grow
-from eagle_fsd.model.random_numbers import RandomNumbers
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import AcceptanceRule
 
@@ -171,7 +171,7 @@ def draft(drafter: Drafter, rows: list[list[int]], tree: TreeConfig) -> DraftTre
     state.admit(0, rows)
     state.show(len(rows))
     roots = torch.tensor([row[-1] for row in rows])
-    return state.draft(roots, None, RandomNumbers.seeded(0, len(rows)))
+    return state.draft(roots, None, first_numbers(0, len(rows)))
 
 
 @given(

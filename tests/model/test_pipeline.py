@@ -25,6 +25,7 @@ from pairs import (
     small_tree,
 )
 from torch import Tensor
+from trees import dense
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, Origin, SamplingConfig
 from eagle_fsd.model.config import MIN_TEMPERATURE
@@ -54,9 +55,7 @@ def test_distributions_at_tree_nodes_match_recomputation_without_a_cache(
             path = torch.tensor(path_to(tree, row, node)[1:], dtype=torch.long)
             logits, features = plain_logits(pair.model, torch.cat([prefix, path]))
             expected = logits[-1].log_softmax(-1)
-            torch.testing.assert_close(
-                inputs.raw.dense()[row, node], expected, atol=1e-3, rtol=1e-3
-            )
+            torch.testing.assert_close(dense(inputs.raw)[row, node], expected, atol=1e-3, rtol=1e-3)
             if tree.draft_rows[row, node] >= 0:
                 drafted = tree.draft_log_probs[row, tree.draft_rows[row, node]]
                 known, tokens = features[: len(prefix) - 1], prefix[1:]

@@ -21,11 +21,12 @@ import torch
 from numpy.typing import NDArray
 from sampling_laws import bound
 from torch import Generator, Tensor
+from trees import first_numbers
 
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.config import SamplingConfig, TreeConfig
 from eagle_fsd.model.divergence import DIVERGENCES
-from eagle_fsd.model.random_numbers import Purpose, RandomNumbers
+from eagle_fsd.model.random_numbers import Purpose
 from eagle_fsd.model.residual import SampledChain, verify_block, verify_tokens
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.tree import TreeBuilder
@@ -180,7 +181,7 @@ def _take_steps(
 
     With ``token_ids``, the draft's vocabulary consists of these tokens.
     """
-    random = RandomNumbers.seeded(1, ROWS)
+    random = first_numbers(1, ROWS)
     selects = options.get("selection") == "sample"
     sampler = Sampler(sampling, draw_from_draft=selects, block=block)
     config = TreeConfig(total_tokens=LENGTH + 1, depth=LENGTH - 1, top_k=1)

@@ -29,6 +29,7 @@ from sampling_laws import (
 )
 from torch import Tensor
 from transformers import LlamaForCausalLM
+from trees import dense
 
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule, TypicalRule
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
@@ -291,15 +292,15 @@ def _step_law(inputs: VerificationInputs, threshold: float) -> Array:
     parents, tokens = tree.parents[0].tolist(), tree.tokens[0].tolist()
 
     def at(node: int) -> Array:
-        raw = inputs.raw.dense()[0, node].double().exp().numpy()
-        p = inputs.warped.dense()[0, node].double().exp().numpy()
+        raw = dense(inputs.raw)[0, node].double().exp().numpy()
+        p = dense(inputs.warped)[0, node].double().exp().numpy()
         row = tree.draft_rows[0, node].item()
         if row < 0 or node not in parents[1:]:
             return p
         raw_q = tree.draft_log_probs[0, row].double().exp().numpy()
         if _js(raw, raw_q) >= threshold:
             return p
-        q = inputs.warped_draft.dense()[0, row].double().exp().numpy()
+        q = dense(inputs.warped_draft)[0, row].double().exp().numpy()
         return np.where(p > 0, q, 0) + q[p == 0].sum() * p
 
     law = np.zeros((TINY, TINY + 1))

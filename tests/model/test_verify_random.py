@@ -18,14 +18,15 @@ from trees import (
     FUZZY,
     TARGET,
     VOCAB_SIZE,
+    dense,
     depths_of,
+    first_numbers,
     make_tree,
     outcome,
 )
 
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule, LimitedRule, TopKRule, TypicalRule
 from eagle_fsd.model.config import SamplingConfig
-from eagle_fsd.model.random_numbers import RandomNumbers
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import WHOLE_PATHS, AcceptanceRule, Origin, VerificationInputs, verify
@@ -118,7 +119,7 @@ def _stack(rows: Sequence[VerificationInputs]) -> VerificationInputs:
     def join(name: str, objects: Sequence[object]) -> Tensor:
         values = [getattr(item, name) for item in objects]
         if name in LAWS:
-            values = [value.dense() for value in values]
+            values = [dense(value) for value in values]
         if name in ("draft_log_probs", "warped_draft"):
             values = [
                 torch.cat([v, v.new_full((1, most - v.shape[1], VOCAB_SIZE), torch.nan)], 1)
@@ -139,7 +140,7 @@ def _row(inputs: VerificationInputs, row: int) -> VerificationInputs:
     """One row of a batch."""
     here = slice(row, row + 1)
     tree = replace(inputs.tree, **{name: getattr(inputs.tree, name)[here] for name in TREE_FIELDS})
-    laws = {name: Distributions.of(getattr(inputs, name).dense()[here]) for name in LAWS}
+    laws = {name: Distributions.of(dense(getattr(inputs, name))[here]) for name in LAWS}
     return VerificationInputs(tree, **laws, sampled=inputs.sampled[here], drawn=inputs.drawn[here])
 
 
@@ -180,7 +181,7 @@ def _reference(
     tree = inputs.tree
     tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
     sampled, drawn = inputs.sampled[row].tolist(), inputs.drawn[row].tolist()
-    log_p, warped = inputs.processed.dense()[row].tolist(), inputs.warped.dense()[row].tolist()
+    log_p, warped = dense(inputs.processed)[row].tolist(), dense(inputs.warped)[row].tolist()
     children = {
         node: {tokens[c]: c for c in range(1, tree.size) if parents[c] == node}
         for node in range(tree.size)
@@ -191,8 +192,8 @@ def _reference(
         if index < 0 or not children[node]:
             return False
         on_warped = rule.divergence_on == "warped"
-        p = (inputs.warped.dense() if on_warped else inputs.raw.dense())[row, node]
-        q = (inputs.warped_draft.dense() if on_warped else tree.draft_log_probs)[row, index]
+        p = (dense(inputs.warped) if on_warped else dense(inputs.raw))[row, node]
+        q = (dense(inputs.warped_draft) if on_warped else tree.draft_log_probs)[row, index]
         divergence = _js(p, q)
         assume(abs(divergence - rule.threshold) > 1e-6)  # float32 may round across the threshold
         return divergence < rule.threshold
@@ -262,7 +263,7 @@ def test_verification_agrees_with_slow_reference(
     """Tokens, origins and nodes of every row, for every option; rows are independent, too."""
     rule, inputs = FuzzyRule(threshold, "js", ratio, distribution), case.inputs
     kept = verify(inputs, rule, fallback, selection, price)
-    warped = inputs.warped.dense()
+    warped = dense(inputs.warped)
     for row in range(case.tree.tokens.shape[0]):
         found = outcome(kept, row)
         assert found == _reference(inputs, row, rule, fallback, selection, price)
@@ -285,7 +286,7 @@ def test_accepted_length_is_monotonic_in_the_threshold(
             assert (kept.count >= before.count).all()
             assert (kept.accepted | ~before.accepted).all()
         before = kept
-    kept, warped = verify(case.inputs, FuzzyRule(ALWAYS)), case.inputs.warped.dense()
+    kept, warped = verify(case.inputs, FuzzyRule(ALWAYS)), dense(case.inputs.warped)
     for row in range(tree.tokens.shape[0]):
         depth = {0: 0}
         for node in range(1, tree.size):
@@ -322,7 +323,7 @@ def _for_rule(case: Case, rule: AcceptanceRule, greedy: bool) -> VerificationInp
     inputs = case.inputs
     prompts = [torch.tensor([1])] * inputs.sampled.shape[0]
     uniform = torch.rand(inputs.sampled.shape, generator=torch.Generator().manual_seed(case.seed))
-    processed = Distributions.of(inputs.processed.dense() + 5.0)  # a rule may read the logits
+    processed = Distributions.of(dense(inputs.processed) + 5.0)  # a rule may read the logits
     sampled, warped = inputs.sampled, inputs.warped
     if greedy:  # top-k and top-p do not apply
         sampled, warped = processed.logits.argmax(-1), processed
@@ -383,7 +384,7 @@ def test_limited_rule_stays_within_the_budget(
     inputs = _for_rule(case, rule, greedy)
     inputs.state = torch.full_like(inputs.state, spent)
     kept = verify(inputs, rule, selection="priced", price=price)
-    log_p = inputs.processed.dense()
+    log_p = dense(inputs.processed)
     for row, after in enumerate(rule.advance(inputs, kept)[:, 0].tolist()):
         tokens, origins, path = outcome(kept, row)
         cost = sum(
@@ -427,7 +428,7 @@ def test_broken_logits_give_valid_indices(
         bad = torch.tensor(random.choice(values, clean.shape), dtype=torch.float32)
         return torch.where(hit, bad, clean)
 
-    tree, logits = case.tree, case.inputs.raw.dense()
+    tree, logits = case.tree, dense(case.inputs.raw)
     if where != "q":
         logits = damaged(logits)
     if where != "p":
@@ -436,7 +437,7 @@ def test_broken_logits_give_valid_indices(
         SamplingConfig(temperature=temperature),
         draw_from_draft=selection == "sample",
     )
-    random_numbers = RandomNumbers.seeded(0, len(logits))
+    random_numbers = first_numbers(0, len(logits))
     for rule in (ExactRule(), FuzzyRule(threshold), TypicalRule()):
         kept = verify(sampler(tree, logits, random_numbers), rule, fallback, selection)
         assert (kept.tokens >= 0).all()

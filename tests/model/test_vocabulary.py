@@ -16,11 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig
+from trees import dense, first_numbers
 
 from eagle_fsd.model import vocabulary
 from eagle_fsd.model.acceptance import rule_for
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
-from eagle_fsd.model.random_numbers import RandomNumbers
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.tree import DraftTree, TreeBuilder
 from eagle_fsd.model.verify import verify
@@ -47,12 +47,12 @@ def test_distributions_are_those_of_log_softmax() -> None:
         logits[0, 1, 2] = -torch.inf
         logits[1, 3] += 100.0
         law, expected = Distributions.of(logits), logits.double().log_softmax(-1).float()
-        torch.testing.assert_close(law.dense(), expected, atol=2e-6, rtol=1e-6)
+        torch.testing.assert_close(dense(law), expected, atol=2e-6, rtol=1e-6)
         torch.testing.assert_close(law.max_log_prob, expected.amax(-1), atol=2e-6, rtol=1e-6)
         nodes = torch.tensor([[4, 0, 1], [3, 3, 2]])
         tokens = torch.tensor([[0, size - 1, 2], [1, 2, 3]])
         found = law.log_prob(nodes, tokens)
-        assert torch.equal(found, law.dense()[torch.arange(2)[:, None], nodes, tokens])
+        assert torch.equal(found, dense(law)[torch.arange(2)[:, None], nodes, tokens])
         assert found[0, 2] == -torch.inf
         sums = law.map_rows(lambda rows: exp(rows).sum(-1))
         torch.testing.assert_close(sums, torch.ones(2, 5))
@@ -122,7 +122,7 @@ def test_warp_has_the_support_of_hugging_faces_warpers(size: int) -> None:
         for warper in random_pair().model._get_logits_processor(config, input_ids_seq_length=1):
             scores = warper(None, scores)
         law, tokens = Warp(**options)(logits[None], uniform)
-        found = law.dense()[0]
+        found = dense(law)[0]
         # Tokens within 2e-6 nats of the cut are kept. Hugging Face's sums are rounded, so that the
         # cut itself may be another token if both reach the mass up to about 1e-6.
         disputed = (found > -torch.inf) != (scores > -torch.inf)
@@ -189,6 +189,6 @@ def test_verification_needs_little_memory_beyond_the_logits(
     tree, logits = _tree(size), _random(1, 60, size)
     rule = rule_for(AcceptanceConfig(threshold=0.3, divergence=name))
     with torch.inference_mode(), PeakMemory(logits, tree.draft_log_probs) as memory:
-        verify(Sampler(sampling)(tree, logits, RandomNumbers.seeded(0, 1)), rule)
+        verify(Sampler(sampling)(tree, logits, first_numbers(0, 1)), rule)
     # A chunk of masses, their bins and a copy of them take 8 bytes per value.
     assert 3 * 4 * size < memory.peak < 24 * 4 * size, memory.peak / size / 4

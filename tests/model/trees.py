@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from eagle_fsd.model.random_numbers import RandomNumbers, seed_keys
 from eagle_fsd.model.tree import DraftTree, ancestor_matrix
 from eagle_fsd.model.verify import Origin, Verification, VerificationInputs
 from eagle_fsd.model.vocabulary import Distributions
@@ -74,6 +76,16 @@ def make_inputs(
         sampled=torch.tensor([sampled]),
         drawn=None if drawn is None else torch.tensor([drawn]),
     )
+
+
+def dense(law: Distributions) -> Tensor:
+    """Return ``[B, N, V]``: the log-probabilities of distributions."""
+    return law.rows(torch.arange(law.peak.numel())).view_as(law.logits)
+
+
+def first_numbers(seed: int, rows: int) -> RandomNumbers:
+    """Return the random numbers of a first step."""
+    return RandomNumbers(seed_keys(seed, rows), torch.zeros(rows, dtype=torch.long))
 
 
 def outcome(kept: Verification, row: int = 0) -> tuple[list[int], list[Origin], list[int]]:
