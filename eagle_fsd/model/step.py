@@ -157,14 +157,7 @@ def verify_and_commit(
         if tree.size == 1:
             kept = verify_root(inputs)
         else:
-            options = decision.acceptance
-            kept = verify(
-                inputs,
-                decision.rule,
-                fallback=options.fallback,
-                selection=options.selection,
-                price=options.price,
-            )
+            kept = verify(inputs, decision.rule, decision.acceptance)
         results.append(kept)
         faults.append(inputs.row_faults(kept))
         if decision.details is not None:

@@ -30,6 +30,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.model.divergence import LOG_FLOOR
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.vocabulary import Distributions, chunks
@@ -38,6 +39,8 @@ from eagle_fsd.model.vocabulary import Distributions, chunks
 TARGET_FAULT = 1
 #: Values of ``selection`` that compare whole paths; the others keep one child per node.
 WHOLE_PATHS = ("longest", "priced")
+#: Options that :func:`verify` applies by default.
+DEFAULT_OPTIONS = AcceptanceConfig()
 
 
 class Origin(IntEnum):
@@ -278,11 +281,7 @@ class Verification:
 
 
 def verify(
-    inputs: VerificationInputs,
-    rule: AcceptanceRule,
-    fallback: str = "exact",
-    selection: str = "longest",
-    price: float = 0.0,
+    inputs: VerificationInputs, rule: AcceptanceRule, options: AcceptanceConfig = DEFAULT_OPTIONS
 ) -> Verification:
     """Keep one path of the tree.
 
@@ -290,21 +289,14 @@ def verify(
         inputs: The tree and both models' distributions on it.
         rule: Selects the tokens that are relaxed. A token that the processors, top-k or top-p mask
             is never accepted, whatever the rule.
-        fallback: What to do where the gate is closed. ``"exact"`` follows the target's sample if it
-            is in the tree. ``"stop"`` emits the sample and ends the path, as in the paper's chain
-            algorithm.
-        selection: ``"longest"``, ``"priced"``, ``"target"`` or ``"sample"``, see
-            :class:`~eagle_fsd.model.config.AcceptanceConfig`.
-        price: With ``"priced"``, the tokens that a path must gain for each nat that its fuzzy
-            tokens give up.
-
-    Raises:
-        ValueError: ``selection`` keeps one child per node but the rule judges whole paths, or
-            ``selection="sample"`` and ``inputs.drawn`` is None.
+        options: Their ``fallback``, ``selection`` and ``price`` apply; the others belong to the
+            rule. Where the gate is closed, ``fallback="stop"`` emits the target's sample and ends
+            the path, as in the paper's chain algorithm. A rule that judges whole paths needs a
+            ``selection`` from :data:`WHOLE_PATHS`.
     """
     tree = inputs.tree
     tokens = tree.tokens
-    chosen, exact, accepted = accepted_edges(inputs, rule, fallback, selection)
+    chosen, exact, accepted = accepted_edges(inputs, rule, options)
     accepted[:, 0] = True
 
     # Log-probabilities add up along a path, to -inf where an edge is not accepted.
@@ -312,8 +304,9 @@ def verify(
     edge_score[:, 0] = 0.0
     score = tree.path_sum(edge_score)  # [B, N]
     value = tree.depths.to(score)
-    if selection == "priced":
-        value = value - price * tree.path_sum(torch.where(accepted & ~exact, inputs.regret, 0.0))
+    if options.selection == "priced":
+        cost = tree.path_sum(torch.where(accepted & ~exact, inputs.regret, 0.0))
+        value = value - options.price * cost
     value = torch.where(score > -torch.inf, value, -torch.inf)
     best = value == value.amax(1, keepdim=True)
     end = torch.where(best, score, -torch.inf).argmax(1, keepdim=True)  # [B, 1]
@@ -339,23 +332,14 @@ def verify(
 
 
 def accepted_edges(
-    inputs: VerificationInputs,
-    rule: AcceptanceRule,
-    fallback: str = "exact",
-    selection: str = "longest",
+    inputs: VerificationInputs, rule: AcceptanceRule, options: AcceptanceConfig = DEFAULT_OPTIONS
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Decide about every edge of the tree; see :func:`verify` for the arguments.
 
     Returns ``[B, N]`` each: the token to emit if the path ends at a node, and whether the edge into
     a node is exact and accepted, which at the root has no meaning.
     """
-    tree = inputs.tree
-    if selection not in WHOLE_PATHS and rule.judges_paths:
-        raise ValueError(
-            f"{type(rule).__name__} judges whole paths: it needs selection"
-            f" {' or '.join(WHOLE_PATHS)}; got {selection}"
-        )
-    parents, tokens = tree.parents, tree.tokens
+    parents, tokens = inputs.tree.parents, inputs.tree.tokens
     gate = rule.gate(inputs)
     chosen = rule.choose(inputs)
     if inputs.warped is inputs.processed:
@@ -365,13 +349,13 @@ def accepted_edges(
     exact = tokens == chosen.gather(1, parents)
     relaxed = gate.gather(1, parents) & rule.admits(inputs, parents, tokens)
     accepted = exact | relaxed
-    if selection not in WHOLE_PATHS:
-        if selection == "target":
+    if options.selection not in WHOLE_PATHS:
+        if options.selection == "target":
             chosen = _preferred_child(inputs, exact, relaxed & supported, chosen)
         else:
             chosen = _draft_draw(inputs, rule, gate, chosen)
         accepted = tokens == chosen.gather(1, parents)
-    if fallback == "stop":
+    if options.fallback == "stop":
         accepted = accepted & gate.gather(1, parents)
     return chosen, exact, rule.settle(inputs, exact, accepted & supported)
 
@@ -413,8 +397,7 @@ def _draft_draw(
     support is checked, its total variation distance from ``p`` is at most that of ``q``; a floor
     (``min_ratio > 0``) moves mass to the likelier tokens, which can increase the distance.
     """
-    if inputs.drawn is None:
-        raise ValueError('selection="sample" needs a draw from the draft at every node')
+    assert inputs.drawn is not None
     nodes = torch.arange(inputs.tree.size, device=gate.device).expand_as(gate)
     gate = gate & (inputs.tree.draft_rows >= 0)  # elsewhere there is no draft distribution
     admitted = rule.admits(inputs, nodes, inputs.drawn)

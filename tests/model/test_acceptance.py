@@ -265,11 +265,12 @@ def test_phase_begins_and_ends_inside_a_tree() -> None:
     assert _phase(bonus, [A]) == ([A, D], 1.0)
 
 
-def test_rule_that_judges_whole_paths_requires_longest_selection() -> None:
+def test_rules_that_judge_whole_paths_say_so() -> None:
+    """So calls that keep one child per node reject them."""
     limited = LimitedRule(ExactRule(), 1.0)
     for rule in (DeferredRule(), TargetRule(), BudgetRule(), RegretRule(), limited):
-        with pytest.raises(ValueError, match="judges whole paths"):
-            verify(_star(UNDECIDED, [B], A), rule, selection="target")
+        assert rule.judges_paths
+    assert not FuzzyRule(1.0).judges_paths
 
 
 @dataclass

@@ -24,7 +24,7 @@ from torch import Generator, Tensor
 from trees import first_numbers
 
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
-from eagle_fsd.model.config import SamplingConfig, TreeConfig
+from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
 from eagle_fsd.model.divergence import DIVERGENCES
 from eagle_fsd.model.random_numbers import Purpose
 from eagle_fsd.model.residual import SampledChain, verify_block, verify_tokens
@@ -211,7 +211,7 @@ def _take_steps(
     assert (tree.parents == torch.tensor([0, 0, 1, 2])).all()
     drafted = list(tree.tokens[:, 1:].unbind(1))
     logits = torch.stack([at(target, drafted[:step]) for step in range(LENGTH + 1)], 1)
-    kept = verify(sampler(tree, logits, random), rule, **options)
+    kept = verify(sampler(tree, logits, random), rule, AcceptanceConfig(**options))
     rows = zip(kept.tokens.tolist(), kept.count.tolist(), strict=True)
     counts = Counter(tuple(tokens[:count]) for tokens, count in rows)
     return {tokens: count / ROWS for tokens, count in counts.items()}

@@ -133,9 +133,10 @@ def _first_two(
         np.stack([warp(logits, temperature, top_p, top_k) for logits in models.p[1:]])
     )
     tree, logits = _rows(models, chunk)
+    options = AcceptanceConfig(fallback=fallback, selection=selection)
     for part in keys:
         random = RandomNumbers(part, torch.zeros(chunk, dtype=torch.long))
-        kept = verify(sampler(tree, logits, random), rule, fallback, selection)
+        kept = verify(sampler(tree, logits, random), rule, options)
         first, second = kept.tokens[:, 0], kept.tokens[:, 1]
         direct = torch.multinomial(after[first], 1, generator=generator)[:, 0]
         second = torch.where(kept.count > 1, second, direct)

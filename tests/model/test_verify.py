@@ -18,6 +18,7 @@ from trees import (
 )
 
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
+from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.model.probe import DivergenceProbe
 from eagle_fsd.model.verify import verify
 
@@ -46,5 +47,5 @@ def test_reached_nodes_with_children_are_recorded() -> None:
     assert record.divergences["tv"].tolist() == pytest.approx([0.0, 0.4], abs=1e-6)
     expected = FuzzyRule(ALWAYS).divergences(inputs)[0, [0, 1]]
     assert torch.equal(record.divergences["js"], expected)
-    for result in (kept, verify(inputs, DivergenceProbe(), fallback="stop")):
+    for result in (kept, verify(inputs, DivergenceProbe(), AcceptanceConfig(fallback="stop"))):
         assert torch.equal(result.tokens, verify(inputs, ExactRule()).tokens)

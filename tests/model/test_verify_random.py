@@ -26,7 +26,7 @@ from trees import (
 )
 
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule, LimitedRule, TopKRule, TypicalRule
-from eagle_fsd.model.config import SamplingConfig
+from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import WHOLE_PATHS, AcceptanceRule, Origin, VerificationInputs, verify
@@ -262,14 +262,15 @@ def test_verification_agrees_with_slow_reference(
 ) -> None:
     """Tokens, origins and nodes of every row, for every option; rows are independent, too."""
     rule, inputs = FuzzyRule(threshold, "js", ratio, distribution), case.inputs
-    kept = verify(inputs, rule, fallback, selection, price)
+    options = AcceptanceConfig(fallback=fallback, selection=selection, price=price)
+    kept = verify(inputs, rule, options)
     warped = dense(inputs.warped)
     for row in range(case.tree.tokens.shape[0]):
         found = outcome(kept, row)
         assert found == _reference(inputs, row, rule, fallback, selection, price)
         for token, _, node in zip(*found, strict=True):
             assert warped[row, node, token] > -math.inf
-        alone = verify(_row(inputs, row), rule, fallback, selection, price)
+        alone = verify(_row(inputs, row), rule, options)
         assert torch.equal(alone.accepted[0], kept.accepted[row])
 
 
@@ -279,9 +280,9 @@ def test_accepted_length_is_monotonic_in_the_threshold(
     case: Case, levels: list[float], ratio: float, fallback: str
 ) -> None:
     """On fixed logits and samples a larger ``T`` only adds accepted edges."""
-    tree, before = case.tree, None
+    tree, before, options = case.tree, None, AcceptanceConfig(fallback=fallback)
     for threshold in [0.0, *sorted(levels), ALWAYS]:
-        kept = verify(case.inputs, FuzzyRule(threshold, min_ratio=ratio), fallback)
+        kept = verify(case.inputs, FuzzyRule(threshold, min_ratio=ratio), options)
         if before is not None:
             assert (kept.count >= before.count).all()
             assert (kept.accepted | ~before.accepted).all()
@@ -304,7 +305,8 @@ def test_bonus_token_is_the_target_sample_and_not_an_accepted_child(
     tree = case.tree
     rule = FuzzyRule(threshold, min_ratio=ratio)
     selection = "longest" if price is None else "priced"
-    kept = verify(case.inputs, rule, fallback, selection, price or 0.0)
+    options = AcceptanceConfig(fallback=fallback, selection=selection, price=price or 0.0)
+    kept = verify(case.inputs, rule, options)
     for row in range(tree.tokens.shape[0]):
         tokens, origins, path = outcome(kept, row)
         children = (tree.parents[row] == path[-1]).nonzero().flatten().tolist()
@@ -348,7 +350,7 @@ def test_rules_emit_nothing_outside_the_support(
 ) -> None:
     """Accepted or not: no drafted token is kept, and no bonus token emitted, that is masked."""
     inputs = _for_rule(case, rule, greedy)
-    kept = verify(inputs, rule, selection=selection, price=0.5)
+    kept = verify(inputs, rule, AcceptanceConfig(selection=selection, price=0.5))
     parents, tokens = case.tree.parents, case.tree.tokens
     supported = inputs.supported(parents, tokens)
     supported[:, 0] = True
@@ -365,7 +367,7 @@ def test_disabled_rules_are_exact(
     inputs = _for_rule(case, rule, greedy or isinstance(rule, TopKRule))
     if rule.judges_paths and selection not in WHOLE_PATHS:
         selection = "longest"
-    kept = verify(inputs, rule, selection=selection)
+    kept = verify(inputs, rule, AcceptanceConfig(selection=selection))
     exact = verify(inputs, ExactRule())
     for name in ("tokens", "origins", "count", "path"):
         assert torch.equal(getattr(kept, name), getattr(exact, name))
@@ -383,7 +385,7 @@ def test_limited_rule_stays_within_the_budget(
     rule = LimitedRule(FuzzyRule(ALWAYS), limit)
     inputs = _for_rule(case, rule, greedy)
     inputs.state = torch.full_like(inputs.state, spent)
-    kept = verify(inputs, rule, selection="priced", price=price)
+    kept = verify(inputs, rule, AcceptanceConfig(selection="priced", price=price))
     log_p = dense(inputs.processed)
     for row, after in enumerate(rule.advance(inputs, kept)[:, 0].tolist()):
         tokens, origins, path = outcome(kept, row)
@@ -438,8 +440,9 @@ def test_broken_logits_give_valid_indices(
         draw_from_draft=selection == "sample",
     )
     random_numbers = first_numbers(0, len(logits))
+    options = AcceptanceConfig(fallback=fallback, selection=selection)
     for rule in (ExactRule(), FuzzyRule(threshold), TypicalRule()):
-        kept = verify(sampler(tree, logits, random_numbers), rule, fallback, selection)
+        kept = verify(sampler(tree, logits, random_numbers), rule, options)
         assert (kept.tokens >= 0).all()
         assert (kept.tokens < VOCAB_SIZE).all()
         assert (kept.count >= 1).all()

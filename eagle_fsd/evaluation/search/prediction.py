@@ -142,14 +142,8 @@ class ObservingRule(ExactRule):
         states = inputs.state.split([rule.state_size for rule in self.rules], 1)
         advanced = []
         for decision, state, lengths in zip(self.decisions, states, self.lengths, strict=True):
-            own, rule, options = replace(inputs, state=state), decision.rule, decision.acceptance
-            found = verify(
-                own,
-                rule,
-                fallback=options.fallback,
-                selection=options.selection,
-                price=options.price,
-            )
+            own, rule = replace(inputs, state=state), decision.rule
+            found = verify(own, rule, decision.acceptance)
             lengths += found.count.tolist()
             advanced.append(rule.advance(own, found))
         return torch.cat(advanced, 1)
