@@ -378,7 +378,6 @@ class Batch:
             return
         for answer in answers:
             self._places.pop(answer, None)
-        engine.abandon()
         removed = set(answers)
         engine.drop([index for index, answer in enumerate(engine.rows) if answer in removed])
 

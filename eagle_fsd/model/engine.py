@@ -115,7 +115,7 @@ class Engine:
     @property
     def reusable(self) -> bool:
         """Whether the engine has CUDA graphs, and :meth:`reset` makes it as good as new."""
-        return self.execution.has_graphs and not self.draft.waits
+        return len(self.execution.graphs) > 0 and not self.draft.waits
 
     @property
     def joining(self) -> int:
@@ -143,8 +143,8 @@ class Engine:
         rows, max_length = max(rows, self.reserved[0]), max(max_length, self.reserved[1])
         if (rows, max_length) == self.reserved:
             return
-        self.reserved = rows, self._room(max_length)
         length, draft_length = self._slots(max_length)
+        self.reserved = rows, length - self._extra
         caches = self.caches
         caches.reserve(
             self.target, self.drafter, rows=rows, length=length, draft_length=draft_length
@@ -161,13 +161,9 @@ class Engine:
         ahead = self.width if self.target.device.type == "cuda" else 0  # see `step`
         return ahead + self._nodes
 
-    def _room(self, max_length: int) -> int:
-        """Return the tokens for which the slots that are allocated for fewer have room."""
-        return cache_slots(max_length + self._extra, self.target.device) - self._extra
-
     def _slots(self, max_length: int) -> tuple[int, int]:
         """Return the slots per row of the target's cache and of the drafter's."""
-        slots = self._room(max_length) + self._extra
+        slots = cache_slots(max_length + self._extra, self.target.device)
         longest = slots - self._nodes
         draft = max(self.drafter.cache_length(longest, tree) for tree in self._trees.values())
         return slots, cache_slots(draft, self.target.device)
@@ -177,7 +173,7 @@ class Engine:
         before, self._tensors = self._tensors, _RowTensors.new(self.target.device, rows, width)
         for new, old in zip(self._tensors, before, strict=True):
             new[tuple(map(slice, old.shape))] = old
-        self.execution.forget_graphs()  # they read and write the old tensors
+        self.execution.graphs.clear()  # they read and write the old tensors
         self._set_rows(self.rows)
 
     # -- rows join -------------------------------------------------------------------------------
@@ -273,7 +269,13 @@ class Engine:
     # -- rows leave ------------------------------------------------------------------------------
 
     def drop(self, rows: Sequence[int]) -> list[int]:
-        """Remove rows; return the previous index of every remaining row, in the new order."""
+        """Remove rows; return the previous index of every remaining row, in the new order.
+
+        Groups of prompts whose rows have all been cancelled are removed, too.
+        """
+        self._prompts = deque(
+            group for group in self._prompts if not all(row.finished for row in group.rows)
+        )
         order = list(range(len(self.rows)))
         for row in sorted(rows, reverse=True):
             self._swap(row, len(order) - 1)
@@ -284,12 +286,6 @@ class Engine:
         if self._ahead:
             self._ahead.order = [self._ahead.order[row] for row in order]
         return order
-
-    def abandon(self) -> None:
-        """Drop groups of prompts whose rows have all been cancelled."""
-        self._prompts = deque(
-            group for group in self._prompts if not all(row.finished for row in group.rows)
-        )
 
     def reset(self) -> None:
         """Remove all rows, and forget what the caches hold and how long steps took."""

@@ -28,9 +28,6 @@ from eagle_fsd.model.step import StepOutput, StepState, TokenDetail, decoding_st
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.tree import DraftTree
 
-#: Decisions for which an engine keeps CUDA graphs.
-MAX_DECISIONS = 16
-
 
 @dataclass(frozen=True)
 class ExecutionOptions:
@@ -53,25 +50,14 @@ class Execution:
         self.background = options.background
         self.compiled_rows = options.compiled_rows
         self.overlaps = False  # whether the next step may start before this one has been read
-        self._graphs = StepGraphs(target.model)
-        self._decisions: list[Decision] = []  # those that graphs were captured for
+        self.graphs = StepGraphs(target.model)
         self.compiles = False  # whether the steps of the present rows are compiled
-        self._captures = False
-        self._captured = 0
-
-    @property
-    def has_graphs(self) -> bool:
-        """Whether steps have been captured, or will be when they occur again."""
-        return len(self._graphs) > 0
-
-    def forget_graphs(self) -> None:
-        """Drop all graphs, because the tensors that they read have been replaced."""
-        self._graphs.clear()
+        self._captured: Decision | None = None  # that of all rows, if steps are captured
 
     def renew(self, modules: list[nn.Module], described: Description, changed: bool) -> None:
         """Drop what was captured or compiled with modules that have changed since."""
         if changed:
-            self._graphs.clear()
+            self.graphs.clear()
         if self.compiled_rows or self.background is not None:
             renew_compiled(modules, described)
         if self.background is not None:
@@ -91,25 +77,14 @@ class Execution:
         # Details are read from the device after the tokens, when the next step has replaced them.
         details = any(decision.details is not None for decision in decisions)
         self.overlaps = device.type == "cuda" and fixed and not details
-        self._captures = (
+        captures = (
             self.options.capture
             and has_graphs(device)
             and fixed
-            and len(decisions) == 1
-            and decisions[0].on_device
+            and state.verifies_on_device
             and self.target.one_device
         )
-        if self._captures:
-            self._captured = self._index(decisions[0])
-
-    def _index(self, decision: Decision) -> int:
-        """Return a number for a decision, for the keys of graphs."""
-        if decision not in self._decisions:
-            if len(self._decisions) == MAX_DECISIONS:
-                self._decisions.clear()
-                self._graphs.clear()
-            self._decisions.append(decision)
-        return self._decisions.index(decision)
+        self._captured = decisions[0] if captures else None
 
     def launch(
         self, state: StepState, tree: TreeConfig, draft_keys: Tensor | None, keys: Tensor
@@ -118,11 +93,11 @@ class Execution:
         step = partial(decoding_step, state, draft_keys, keys, prepare=self.prepare)
         fused = bool(self.compiled_rows) and self.background is None
         with self.folded(state), fused_divergences(fused):
-            if self._captures:
+            if self._captured is not None:
                 self.clock.enter("graph")
                 sizes = len(state.roots), len(keys), 0 if draft_keys is None else len(draft_keys)
                 key = *sizes, self._captured, tree, self.compiles
-                output = self._graphs.run(key, step, partial(step, enter=self.clock.enter))
+                output = self.graphs.run(key, step, partial(step, enter=self.clock.enter))
             else:
                 output = step(enter=self.clock.enter)
         self.clock.enter("host")
