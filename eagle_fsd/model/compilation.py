@@ -143,17 +143,14 @@ def _warn_once(message: str) -> None:
 
 
 def compile_graph(
-    function: Callable[..., Result],
-    options: dict[str, Any] | None = None,
-    backend: str | Callable[..., Any] = "inductor",
+    function: Callable[..., Result], options: dict[str, Any] | None
 ) -> Callable[..., Result]:
     """Call ``torch.compile``; without a compiler, log a warning and return the function itself."""
-    if backend == "inductor":
-        missing = missing_compiler()
-        if missing is not None:
-            _warn_once(f"not compiled: {missing}")
-            return function
-    return torch.compile(function, fullgraph=True, backend=backend, options=options)
+    missing = missing_compiler()
+    if missing is not None:
+        _warn_once(f"not compiled: {missing}")
+        return function
+    return torch.compile(function, fullgraph=True, options=options)
 
 
 @cache

@@ -34,7 +34,6 @@ from transformers import InfNanRemoveLogitsProcessor
 
 from eagle_fsd import EagleFSD, PrefixCache
 from eagle_fsd.model import compilation
-from eagle_fsd.model.compilation import compile_graph
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig
 from eagle_fsd.model.default_tree import fit_tree
 from eagle_fsd.model.drafters.draft_model import DraftModel
@@ -52,6 +51,15 @@ def _compilation_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
 
 
+def compile_with(backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a substitute for ``compile_graph`` that uses a backend."""
+
+    def compile_graph(function: Callable[..., Any], options: Any) -> Callable[..., Any]:
+        return torch.compile(function, fullgraph=True, backend=backend, options=options)
+
+    return compile_graph
+
+
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
     """The graphs that are compiled during the test."""
@@ -61,7 +69,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
         found.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(compilation, "compile_graph", partial(compile_graph, backend=backend))
+    monkeypatch.setattr(compilation, "compile_graph", compile_with(backend))
     forget_compiled()
     yield found
     forget_compiled()
@@ -256,7 +264,7 @@ def test_background_compilation(
         assert proceed.wait(60)
         return graph.forward
 
-    monkeypatch.setattr(compilation, "compile_graph", partial(compile_graph, backend=backend))
+    monkeypatch.setattr(compilation, "compile_graph", compile_with(backend))
     monkeypatch.setattr(compilation, "BACKGROUND_SECONDS", 0.0)
     pair = EagleFSD(tiny_target(num_hidden_layers=1), NGramDrafter(), small_tree())
     pair.compile = "auto"
