@@ -30,25 +30,22 @@ def identify(name: str, model: nn.Module | Drafter, dtype: torch.dtype) -> Model
     )
 
 
-def differs(recorded: ModelIdentity, model: nn.Module | Drafter, dtype: torch.dtype) -> bool:
-    """Whether a model has other weights than a recorded one of the same data type."""
-    same_type = recorded.dtype == str(dtype).removeprefix("torch.")
-    return same_type and recorded.fingerprint != fingerprint(model)
-
-
 def warn_of_other_models(
     settings: Settings, target: nn.Module, drafter: Drafter, dtype: torch.dtype
 ) -> bool:
     """Warn of each model or data type that settings were not calibrated for; return if any is."""
+    own = str(dtype).removeprefix("torch.")
     problems = [
         f"for another {kind} ({recorded.name}): no bound on the loss holds for this one"
         for kind, recorded, model in (
             ("target", settings.target, target),
             ("drafter", settings.drafter, drafter),
         )
-        if recorded is not None and differs(recorded, model, dtype)
+        if recorded is not None
+        and recorded.dtype == own  # fingerprints of other data types differ
+        and recorded.fingerprint != fingerprint(model)
     ]
-    own, calibrated = str(dtype).removeprefix("torch."), settings.target
+    calibrated = settings.target
     if not settings.lossless and calibrated is not None and calibrated.dtype != own:
         problems.append(
             f"in {calibrated.dtype}, but the target is in {own}: no bound on the loss holds"

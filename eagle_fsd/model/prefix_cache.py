@@ -96,17 +96,17 @@ class RowCaches:
         if self._target not in (None, target):
             raise ValueError("this prefix cache belongs to another model; create a new one")
         self._target = target
-        if self.target_cache is None:
-            self.target_cache = target.new_cache(rows, length + self.spare)
-        self.target_cache = self._enlarged(self.target_cache, rows, length)
+        self.target_cache = self._enlarged(self.target_cache, target, rows, length)
         if draft_length:
-            if self.draft_cache is None:
-                self.draft_cache = drafter.new_cache(rows, draft_length + self.spare)
-            self.draft_cache = self._enlarged(self.draft_cache, rows, draft_length)
+            self.draft_cache = self._enlarged(self.draft_cache, drafter, rows, draft_length)
         self.rows += [CachedRow(epoch=self.epoch) for _ in range(rows - len(self.rows))]
 
-    def _enlarged(self, cache: TreeCache, rows: int, length: int) -> TreeCache:
-        """Return the cache, or a larger one with its contents."""
+    def _enlarged(
+        self, cache: TreeCache | None, model: Target | Drafter, rows: int, length: int
+    ) -> TreeCache:
+        """Return a model's cache, a larger one with its contents, or the first one."""
+        if cache is None:
+            return model.new_cache(rows, length + self.spare)
         if cache.rows >= rows and cache.length >= length:
             return cache
         longer = cache.length if cache.length >= length else length + self.spare
