@@ -48,8 +48,15 @@ class CallOptions(Options):
     compiled_rows: int = Field(default=1, ge=1, description="Requests that steps are compiled for.")
 
 
-def as_options(kind: type[Config], name: str, given: Config | Mapping[str, Any]) -> Config:
-    """Return a set of options, which may be given as a dictionary; ``name`` is for messages."""
+def override(
+    default: Config, name: str, given: Config | Mapping[str, Any] | None, **fields: Any
+) -> Config:
+    """Return ``given``, or ``default`` with the fields that are not None changed."""
+    if given is None:
+        return default.updated(**fields)
+    kind, names = type(default), [field for field, value in fields.items() if value is not None]
+    if names:
+        raise ValueError(f"pass either {name} or {', '.join(names)}, not both")
     if isinstance(given, kind):
         return given
     if isinstance(given, Mapping):

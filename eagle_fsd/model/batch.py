@@ -317,7 +317,7 @@ class Batch:
                     freed = True
                     continue
                 length = answer.request.max_length
-                needed = memory.shortage(engine.row_bytes(length), 1)
+                needed = memory.shortage(engine.row_bytes(length))
                 error = MemoryError(f"a row of {length} tokens needs {needed}")
                 found.append(_ended(self._waiting.popleft(), error))
                 continue

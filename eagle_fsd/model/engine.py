@@ -193,7 +193,7 @@ class Engine:
         groups: list[_Prompts] = []
         cached = any(row.tokens for row in self.caches.rows[first:])
         for place, row in enumerate(rows, first):
-            row.start(self.width)
+            row.start()
             start = self._reuse(place, row.prompt) if cached else 0
             self.caches.clear(place, start)
             self.caches.rows[place].epoch = self.caches.epoch
@@ -428,7 +428,7 @@ class Engine:
             row.length, row.root = row.length + len(new), new[-1]
             self._mark_written(place, row.length)
             if row.prefix is not None:
-                row.prefix.append(launched.tokens[launched.order[place], : len(new)])
+                row.prefix.append(new)
         self.draft.observe(result.tokens)
         return result
 

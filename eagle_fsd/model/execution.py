@@ -138,8 +138,7 @@ class LaunchedStep:
     """A step that has been launched on the device."""
 
     def __init__(self, output: StepOutput) -> None:
-        packed = output.packed
-        self.tokens, self._details = output.tokens, output.details
+        packed, self._details = output.packed, output.details
         # The row of its tensors for each row that is being decoded now; None if it joined since.
         self.order: list[int | None] = list(range(len(packed)))
         self._packed, self._copied = packed, None
@@ -153,7 +152,7 @@ class LaunchedStep:
         """Wait for the step, and return what it emitted for every row."""
         if self._copied is not None:
             self._copied.synchronize()
-        packed, width = self._packed.tolist(), self.tokens.shape[1]
+        packed, width = self._packed.tolist(), (self._packed.shape[1] - 2) // 2
         rows = [[0, 0] if row is None else packed[row] for row in self.order]
         tokens = [values[2 : 2 + values[0]] for values in rows]
         return StepResult(

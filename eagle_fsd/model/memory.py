@@ -56,11 +56,11 @@ def fitting_rows(needed: Bytes) -> int:
     return min(int(USABLE_SHARE * free_bytes(device) / count) for device, count in needed.items())
 
 
-def shortage(needed: Bytes, rows: int) -> str:
-    """Return what rows need and what there is, for a message."""
+def shortage(needed: Bytes) -> str:
+    """Return what a row needs and what there is, for a message."""
     free = {device: USABLE_SHARE * free_bytes(device) for device in needed}
     device = max(needed, key=lambda item: needed[item] / max(free[item], 1.0))
-    wanted, there = rows * needed[device] / 2**30, free[device] / 2**30
+    wanted, there = needed[device] / 2**30, free[device] / 2**30
     return f"{wanted:.2f} GiB on {device}, where {there:.2f} are free"
 
 

@@ -22,6 +22,7 @@ from eagle_fsd.model.arguments import (
     CallOptions,
     limit_new_tokens,
     model_end_tokens,
+    override,
     prompt_tensor,
     read_prompts,
 )
@@ -51,7 +52,6 @@ from eagle_fsd.model.request import (
     Prompt,
     PromptDecodeOptions,
     Request,
-    override,
     read_options,
 )
 from eagle_fsd.model.target import Target

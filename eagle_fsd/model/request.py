@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -15,10 +15,10 @@ from eagle_fsd.model.acceptance import ExactRule, rule_for
 from eagle_fsd.model.arguments import (
     CallOptions,
     as_list,
-    as_options,
     end_tokens,
     model_end_tokens,
     name_of,
+    override,
 )
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
 from eagle_fsd.model.prefix_cache import PrefixCache
@@ -28,14 +28,12 @@ from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.verify import TARGET_FAULT, WHOLE_PATHS, AcceptanceRule
 from eagle_fsd.model.vocabulary import Warp
-from eagle_fsd.utils.options import Options
 
 #: Message of the error that NaN or infinite logits of the target raise.
 BROKEN_LOGITS = (
     "the target produced NaN or infinite logits; check its weights and dtype (some models overflow"
     " in float16: try bfloat16 or float32)"
 )
-AnyOptions = TypeVar("AnyOptions", bound=Options)
 
 
 class DecodeOptions(TypedDict, total=False):
@@ -281,18 +279,6 @@ def _read_acceptance(
     return acceptance, rule
 
 
-def override(
-    default: AnyOptions, name: str, given: AnyOptions | Mapping[str, Any] | None, **fields: Any
-) -> AnyOptions:
-    """Return ``given``, or ``default`` with the fields that are not None changed."""
-    names = [field for field, value in fields.items() if value is not None]
-    if given is None:
-        return default.updated(**fields)
-    if names:
-        raise ValueError(f"pass either {name} or {', '.join(names)}, not both")
-    return as_options(type(default), name, given)
-
-
 class Answer:
     """A request in progress: what was emitted for it, and where its row in an engine stands."""
 
@@ -321,41 +307,30 @@ class Answer:
         positions = torch.arange(len(new)) + len(request.tokens) - 1
         return int(torch.tensor(request.key) + token_keys(before, positions).sum())
 
-    def start(self, width: int) -> None:
-        """Start, or resume, in an engine whose steps emit at most ``width`` tokens."""
+    def start(self) -> None:
+        """Start, or resume, in an engine."""
         request = self.request
         self.prompt = [*request.tokens, *self.tokens]
         self.length, self.root, self.prefilled = len(self.prompt) - 1, self.prompt[-1], 0
         if request.decision.sampler.needs_prefix:
-            self.prefix = Prefix(
-                request.ids,
-                capacity=request.max_new_tokens + width,
-                row=request.row,
-                rows=request.rows,
-                ends=request.eos_token_ids,
-            )
-            new = torch.tensor(self.tokens, dtype=torch.long, device=request.ids.device)
-            self.prefix.append(new)
+            self.prefix = Prefix(request.ids, request.row, request.rows, request.eos_token_ids)
+            self.prefix.append(self.tokens)
 
     def add(self, tokens: list[int], origins: list[int]) -> int:
         """Add the tokens that a step emitted, up to the end of the answer; return their number."""
-        count, self.finished = self._end(tokens)
+        request, count = self.request, 0
+        while count < len(tokens) and not self.finished:
+            self.tokens.append(tokens[count])
+            count += 1
+            self.finished = (
+                self.tokens[-1] in request.eos_token_ids
+                or len(self.tokens) >= request.max_new_tokens
+                or self._meets_criteria()
+            )
         self.origins += origins[:count]
         self.stats.add(0, origins[:count])
         self.stats.passes += 1
         return count
-
-    def _end(self, tokens: list[int]) -> tuple[int, bool]:
-        request = self.request
-        for count, token in enumerate(tokens, 1):
-            self.tokens.append(token)
-            if (
-                token in request.eos_token_ids
-                or len(self.tokens) >= request.max_new_tokens
-                or self._meets_criteria()
-            ):
-                return count, True
-        return len(tokens), False
 
     def _meets_criteria(self) -> bool:
         request = self.request

@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
@@ -77,27 +76,14 @@ class Prefix:
     after one of the tokens ``ends``.
     """
 
-    def __init__(
-        self,
-        ids: Tensor,
-        capacity: int,
-        row: int = 0,
-        rows: int = 1,
-        ends: Collection[int] = (),
-    ) -> None:
+    def __init__(self, ids: Tensor, row: int, rows: int, ends: Collection[int]) -> None:
+        self.ids = ids  # [S + new]
         self.row, self.rows, self.prompt_length = row, rows, len(ids)
         self.ends = torch.tensor(list(ends), dtype=torch.long, device=ids.device)
-        self._ids, self._length = F.pad(ids, (0, capacity)), len(ids)
 
-    @property
-    def ids(self) -> Tensor:
-        """``[S + new]`` token ids."""
-        return self._ids[: self._length]
-
-    def append(self, tokens: Tensor) -> None:
-        """Add tokens ``[A]``."""
-        self._ids[self._length : self._length + len(tokens)] = tokens
-        self._length += len(tokens)
+    def append(self, tokens: list[int]) -> None:
+        """Add new tokens."""
+        self.ids = torch.cat([self.ids, self.ids.new_tensor(tokens)])
 
 
 class Sampler:

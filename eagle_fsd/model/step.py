@@ -100,7 +100,6 @@ class StepOutput:
     """
 
     packed: Tensor
-    tokens: Tensor
     details: list[GroupDetails]
 
 
@@ -171,7 +170,7 @@ def verify_and_commit(
         enter("cache")
     commit(state, tree, scored.features, kept)
     packed = torch.cat([kept.count[:, None], fault[:, None], kept.tokens, kept.origins], 1)
-    return StepOutput(packed, kept.tokens, details)
+    return StepOutput(packed, details)
 
 
 def _advance(
