@@ -21,7 +21,7 @@ from transformers import AutoModel, Cache, PreTrainedConfig
 from typing_extensions import Self
 
 from eagle_fsd.model.attention import TREE_ATTENTION, fold_mask
-from eagle_fsd.model.cache import Layout, TreeCache
+from eagle_fsd.model.cache import Layout
 from eagle_fsd.model.drafters.levels import LevelDrafter
 from eagle_fsd.model.plain_layers import AttentionInputs, is_plain, signed_rotary
 from eagle_fsd.model.target import Target
@@ -91,10 +91,7 @@ class DraftHead(nn.Module, LevelDrafter):
         """Embed tokens with the head's own embedding if it has one, else with the target's."""
         embedding = self.embed_tokens if self.embed_tokens is not None else self.target.embed
         embedded: Tensor = embedding(tokens)
-        weight = self.fc.weight
-        if embedded.dtype == weight.dtype and embedded.device == weight.device:
-            return embedded  # a conversion takes time even if it changes nothing
-        return embedded.to(weight)
+        return embedded.to(self.fc.weight)
 
     def forward(
         self,
@@ -103,22 +100,15 @@ class DraftHead(nn.Module, LevelDrafter):
         positions: Tensor,
         mask: Tensor | None = None,
         cache: Cache | None = None,
-        rotary: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
         """Process pairs of a hidden state ``x`` and the token after it: ``[B, S, H]``.
 
         ``x`` ``[B, S, H]`` is a result of :meth:`fuse` or :meth:`carry`, ``positions`` ``[B, S]``
         are those of the hidden states, and ``mask`` ``[B, 1, S, L]`` is additive; None is causal
-        over ``S``. Before a call with a :class:`TreeCache`, :meth:`TreeCache.place` selects the
-        slots. ``rotary`` may be passed with a :class:`TreeCache` and a mask only: the result of
-        :meth:`rotate` for the positions, by default computed.
+        over ``S``. For whole texts, as in training: decoding calls :meth:`encode`.
         """
-        embedded = self.embed(tokens)
-        if self.plain and isinstance(cache, TreeCache) and mask is not None:
-            rotary = self.rotate(positions) if rotary is None else rotary
-            return self._run_plain(x, embedded, AttentionInputs(rotary, mask, cache))
-        rotary = self.embed_positions(positions) if rotary is None else rotary
-        return self._run_layers(x, embedded, layer_options(positions, mask, cache, rotary))
+        options = layer_options(positions, mask, cache, self.embed_positions(positions))
+        return self._run_layers(x, self.embed(tokens), options)
 
     @abstractmethod
     def _run_layers(self, x: Tensor, embedded: Tensor, options: dict[str, Any]) -> Tensor:
@@ -150,9 +140,11 @@ class DraftHead(nn.Module, LevelDrafter):
     def encode(
         self, x: Tensor, tokens: Tensor, positions: Tensor, inputs: AttentionInputs
     ) -> Tensor:
-        rotary, mask, cache = inputs
-        mask = fold_mask(mask, self.groups)
-        return self.forward(x, tokens, positions, mask=mask, cache=cache, rotary=rotary)
+        inputs = inputs._replace(mask=fold_mask(inputs.mask, self.groups))
+        if self.plain:
+            return self._run_plain(x, self.embed(tokens), inputs)
+        options = layer_options(positions, inputs.mask, inputs.cache, inputs.rotary)
+        return self._run_layers(x, self.embed(tokens), options)
 
 
 def layer_options(
