@@ -75,14 +75,14 @@ def tree_attention(
 AttentionInterface.register(TREE_ATTENTION, tree_attention)
 AttentionMaskInterface.register(TREE_ATTENTION, sdpa_mask)
 
-#: Models that must not be given folded masks.
-_not_foldable: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+#: Models that must not be given folded masks, because they handle masks or attention themselves.
+not_foldable: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 def query_groups(model: PreTrainedModel) -> int:
     """Return the number of times to repeat masks of tree passes; 0 without SDPA attention."""
     config = model.config.get_text_config(decoder=True)
-    if model in _not_foldable or config._attn_implementation not in ("sdpa", TREE_ATTENTION):
+    if model in not_foldable or config._attn_implementation not in ("sdpa", TREE_ATTENTION):
         return 0
     return config_groups(config)
 
@@ -94,11 +94,6 @@ def config_groups(config: PreTrainedConfig) -> int:
     if config._attn_implementation not in ("sdpa", TREE_ATTENTION) or not (heads and key_heads):
         return 1
     return max(1, int(heads) // int(key_heads))
-
-
-def use_stock_attention(model: PreTrainedModel) -> None:
-    """Never fold a model's queries, because it handles masks or attention itself."""
-    _not_foldable.add(model)
 
 
 def fold_mask(mask: Tensor, groups: int) -> Tensor:

@@ -55,7 +55,7 @@ class _CountingDrafter(Drafter):
         """
 
     def attach(self, target: Target) -> Self:
-        self.device, self.vocab_size = target.device, target.vocab_size
+        self.vocab_size = target.vocab_size
         return self
 
     def max_nodes(self, tree: TreeConfig) -> int:
