@@ -63,10 +63,6 @@ class EnginePool:
         """Make a copy empty: engines refer to the modules of the original."""
         return EnginePool, ()
 
-    def __len__(self) -> int:
-        """Return the number of engines."""
-        return len(self._engines)
-
     def take(self, key: Hashable) -> Engine | None:
         """Remove and return an engine with this :attr:`Engine.reuse_key`, if there is one."""
         with self._lock:
@@ -282,7 +278,7 @@ class Batch:
                 message = answer.request.decision.describe_fault(fault)
                 answer.error, answer.finished = FloatingPointError(message), True
                 engine.caches.rows[index].truncate(0)
-            details = result.details[index] if result.details else None
+            details = result.details[index]
             chunk = StreamChunk(
                 row=answer.request.row,
                 tokens=tokens[:count],

@@ -30,6 +30,7 @@ from eagle_fsd.model.arguments import (
     model_end_tokens,
     read_prompts,
 )
+from eagle_fsd.model.attention import folded_queries
 from eagle_fsd.model.config import BeamSearchConfig, TreeConfig
 from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.engine import Engine
@@ -184,7 +185,7 @@ class BeamEngine(Engine):
     def score(self, count: int) -> tuple[DraftTree, Tensor, ScoredTrees]:
         """Score a tree for every row: trees, features ``[R, N, F]``, and ``C`` candidates."""
         execution, slots = self.execution, self._visible_slots()
-        with execution.folded(self.state):
+        with folded_queries(self.target.model, self.state.folds):
             tree, scored = draft_and_score(
                 self.state, *slots, prepare=execution.prepare, enter=self.clock.enter
             )

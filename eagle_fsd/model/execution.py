@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -92,7 +91,8 @@ class Execution:
         """Start a step; the shapes in it follow from the tree and the visible slots."""
         step = partial(decoding_step, state, draft_keys, keys, prepare=self.prepare)
         fused = bool(self.compiled_rows) and self.background is None
-        with self.folded(state), fused_divergences(fused):
+        # Outside of the step, because it takes a lock.
+        with folded_queries(self.target.model, state.folds), fused_divergences(fused):
             if self._captured is not None:
                 self.clock.enter("graph")
                 sizes = len(state.roots), len(keys), 0 if draft_keys is None else len(draft_keys)
@@ -102,10 +102,6 @@ class Execution:
                 output = step(enter=self.clock.enter)
         self.clock.enter("host")
         return LaunchedStep(output)
-
-    def folded(self, state: StepState) -> AbstractContextManager[None]:
-        """Select the attention of steps; outside of the step, because it takes a lock."""
-        return folded_queries(self.target.model, state.folds)
 
     def prepare(
         self, part: Callable[..., Any], module: nn.Module | None, static: bool
@@ -131,7 +127,7 @@ class StepResult:
     tokens: list[list[int]]
     origins: list[list[int]]
     faults: list[int]
-    details: list[list[TokenDetail] | None] | None
+    details: list[list[TokenDetail] | None]  # None for rows that do not ask for them
 
 
 class LaunchedStep:
@@ -159,11 +155,11 @@ class LaunchedStep:
             tokens=tokens,
             origins=[values[2 + width : 2 + width + values[0]] for values in rows],
             faults=[values[1] for values in rows],
-            details=self._read_details(tokens) if self._details else None,
+            details=self._read_details(tokens),
         )
 
     def _read_details(self, tokens: list[list[int]]) -> list[list[TokenDetail] | None]:
-        """Return the details of every row's tokens; None for rows that do not ask for them."""
+        """Return the details of every row's tokens, see :class:`StepResult`."""
         found: dict[int | None, tuple[list[list[float]], list[list[int]]]] = {}
         for places, values, alternatives in self._details:
             own = zip(values.tolist(), alternatives.tolist(), strict=True)

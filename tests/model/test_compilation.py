@@ -34,6 +34,7 @@ from transformers import InfNanRemoveLogitsProcessor
 
 from eagle_fsd import EagleFSD, PrefixCache
 from eagle_fsd.model import compilation
+from eagle_fsd.model.attention import folded_queries
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig
 from eagle_fsd.model.default_tree import fit_tree
 from eagle_fsd.model.drafters.draft_model import DraftModel
@@ -183,7 +184,7 @@ def test_a_whole_step_is_a_single_graph(
         results.append([])
         with torch.inference_mode():
             steps.prefill()
-        with torch.inference_mode(), steps.execution.folded(steps.state):
+        with torch.inference_mode(), folded_queries(pair.model, steps.state.folds):
             for _ in range(3):
                 packed = step(steps.state, *steps._visible_slots(), lambda part, *_: part).packed
                 results[-1].append(packed.tolist())

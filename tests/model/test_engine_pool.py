@@ -25,7 +25,7 @@ class _Graph:
 
     def __init__(self, step: partial[StepOutput]) -> None:
         self.step = step
-        self.packed = self.tokens = torch.empty(0)
+        self.packed = torch.empty(0)
         self.details: list[Any] = []
 
     def replay(self) -> None:

@@ -21,9 +21,6 @@ from eagle_fsd.model.divergence import DIVERGENCES, on_draft_vocabulary
 from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs
 from eagle_fsd.model.vocabulary import arg_max, exp, top_k
 
-#: Types of devices on which divergences are compiled, see :func:`fused_divergences`.
-FUSED_DEVICES = ("cuda",)
-
 
 def entropy(log_probs: Tensor) -> Tensor:
     """Compute the entropy of log-probabilities ``[..., V]``: ``[...]`` nats."""
@@ -51,7 +48,10 @@ def divergences(inputs: VerificationInputs, name: str, warped: bool = False) -> 
         least_leaves = -(-(tree.size - 1) // tree.max_depth)
         count = min(expanded, tree.size - least_leaves)
     nodes = nodes[:, :count]
-    result.scatter_(1, nodes, _between(inputs, nodes, name, warped))
+    # The code of a compiled step contains the divergence's.
+    fused = not torch.compiler.is_compiling() and getattr(_thread, "fused", False)
+    compute = compiled(_compute) if fused and known.device.type == "cuda" else _compute
+    result.scatter_(1, nodes, compute(inputs, nodes, name, warped))
     return torch.where(known, result, torch.inf)
 
 
@@ -68,14 +68,6 @@ def fused_divergences(fused: bool) -> Iterator[None]:
         yield
     finally:
         _thread.fused = False
-
-
-def _between(inputs: VerificationInputs, nodes: Tensor, name: str, warped: bool) -> Tensor:
-    """Return what :func:`_compute` does, compiled if this thread fuses divergences."""
-    if torch.compiler.is_compiling():  # the code of a compiled step contains the divergence's
-        return _compute(inputs, nodes, name, warped)
-    fused = getattr(_thread, "fused", False) and nodes.device.type in FUSED_DEVICES
-    return (compiled(_compute) if fused else _compute)(inputs, nodes, name, warped)
 
 
 def _compute(inputs: VerificationInputs, nodes: Tensor, name: str, warped: bool) -> Tensor:
@@ -178,12 +170,11 @@ class TopKRule(AcceptanceRule):
 
     def admits(self, inputs: VerificationInputs, nodes: Tensor, tokens: Tensor) -> Tensor:
         logits = inputs.processed.logits
-        index = top_k(logits, min(self.top, logits.shape[-1]))[1]
-        every = torch.arange(logits.shape[1], device=nodes.device).expand_as(inputs.tree.tokens)
-        least = inputs.log_prob(every, index[..., -1])
-        floor = inputs.peak.exp() - self.gap
+        last = top_k(logits, min(self.top, logits.shape[-1]))[1][..., -1]  # [B, N]
+        least = inputs.log_prob(nodes, last.gather(1, nodes))
+        floor = inputs.peak.gather(1, nodes).exp() - self.gap
         log_prob = inputs.log_prob(nodes, tokens)
-        enough = (log_prob >= least.gather(1, nodes)) & (log_prob.exp() >= floor.gather(1, nodes))
+        enough = (log_prob >= least) & (log_prob.exp() >= floor)
         return enough & inputs.above_floor(nodes, tokens, self.ratio)
 
 
