@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,18 +23,28 @@ from transformers import (
 from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
+from eagle_fsd.model.config import AcceptanceConfig
+from eagle_fsd.model.generation import GenerateOutput
 from eagle_fsd.model.sampling import WARPERS
 from eagle_fsd.model.wrappers import unwrap_model
-
-if TYPE_CHECKING:
-    from eagle_fsd.model.pipeline import EagleFSD
 
 #: Inputs of the target's forward call that change no token.
 NEUTRAL_INPUTS = ("use_cache", "logits_to_keep", "output_attentions", "output_hidden_states")
 
 
+class Decoder(Protocol):
+    """What :func:`custom_generate` needs of an :class:`EagleFSD`."""
+
+    model: Any
+    acceptance: AcceptanceConfig
+
+    @property
+    def generate(self) -> Callable[..., GenerateOutput]:
+        """See :meth:`EagleFSD.generate`."""
+
+
 def custom_generate(
-    fsd: EagleFSD,
+    fsd: Decoder,
     model: PreTrainedModel,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
