@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle_fsd.model.acceptance.thresholds import fused_divergences
 from eagle_fsd.model.attention import folded_queries
 from eagle_fsd.model.compilation import (
     BackgroundCompiler,
@@ -70,6 +69,7 @@ class Execution:
         device = self.target.device
         # Caches cannot be allocated in compiled passes.
         self.compiles = len(state.roots) == self.compiled_rows and state.cache.nbytes > 0
+        state.compile_divergences = self.compiled_rows > 0 and self.background is None
         fixed = not state.draft.waits and not any(
             decision.sampler.needs_prefix for decision in decisions
         )
@@ -90,9 +90,8 @@ class Execution:
     ) -> LaunchedStep:
         """Start a step; the shapes in it follow from the tree and the visible slots."""
         step = partial(decoding_step, state, draft_keys, keys, prepare=self.prepare)
-        fused = bool(self.compiled_rows) and self.background is None
         # Outside of the step, because it takes a lock.
-        with folded_queries(self.target.model, state.folds), fused_divergences(fused):
+        with folded_queries(self.target.model, state.folds):
             if self._captured is not None:
                 self.clock.enter("graph")
                 sizes = len(state.roots), len(keys), 0 if draft_keys is None else len(draft_keys)

@@ -80,6 +80,7 @@ class StepState:
     rule_state: Tensor  # [B, W] state of the rows' acceptance rules
     keys: Tensor  # [B] keys of the rows' random numbers
     folds: int  # query heads per key head that tree attention folds, see `attention`
+    compile_divergences: bool = False  # see `VerificationInputs`
 
     @property
     def verifies_on_device(self) -> bool:
@@ -153,6 +154,7 @@ def verify_and_commit(
         prefixes = group.prefixes if decision.sampler.needs_prefix else []
         inputs = decision.sampler(part, logits, numbers, prefixes)
         inputs.state = rule_state[:, : decision.rule.state_size]
+        inputs.compile_divergences = state.compile_divergences
         if tree.size == 1:
             kept = verify_root(inputs)
         else:

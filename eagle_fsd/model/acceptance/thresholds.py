@@ -7,9 +7,6 @@ the tree.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -48,26 +45,12 @@ def divergences(inputs: VerificationInputs, name: str, warped: bool = False) -> 
         least_leaves = -(-(tree.size - 1) // tree.max_depth)
         count = min(expanded, tree.size - least_leaves)
     nodes = nodes[:, :count]
-    # The code of a compiled step contains the divergence's.
-    fused = not torch.compiler.is_compiling() and getattr(_thread, "fused", False)
-    compute = compiled(_compute) if fused and known.device.type == "cuda" else _compute
+    compute = _compute
+    if inputs.compile_divergences and nodes.is_cuda and not torch.compiler.is_compiling():
+        # This fuses about 20 operations into a reduction that reads each distribution once.
+        compute = compiled(_compute)
     result.scatter_(1, nodes, compute(inputs, nodes, name, warped))
     return torch.where(known, result, torch.inf)
-
-
-@contextmanager
-def fused_divergences(fused: bool) -> Iterator[None]:
-    """Let this thread compile divergences in steps that are not compiled as a whole.
-
-    On CUDA, ``torch.compile`` fuses everything into a reduction that reads each of the two
-    distributions once; without it, a divergence takes about 20 operations on them. Every number of
-    rows, tree and kind of divergence may take a compilation, hence only where those are wanted.
-    """
-    _thread.fused = fused
-    try:
-        yield
-    finally:
-        _thread.fused = False
 
 
 def _compute(inputs: VerificationInputs, nodes: Tensor, name: str, warped: bool) -> Tensor:
@@ -78,10 +61,6 @@ def _compute(inputs: VerificationInputs, nodes: Tensor, name: str, warped: bool)
             log_p, log_q = on_draft_vocabulary(log_p, log_q, inputs.tree.token_ids)
         values.append(DIVERGENCES[DIVERGENCE_ALIASES.get(name, name)](log_p, log_q))
     return torch.cat(values).view_as(nodes)
-
-
-#: ``fused``: whether this thread may compile divergences.
-_thread = threading.local()
 
 
 @dataclass(frozen=True)
