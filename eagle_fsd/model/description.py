@@ -149,7 +149,7 @@ def _unread(kind: type) -> set[str]:
         for name, item in vars(base).items()
         if isinstance(item, cached_property)
     )
-    layout = {"layout", "_layout"}  # what the caches of a target or a head allocated
+    layout = {"layout"}  # what the caches of a target allocated
     return layout.union(kept, UNREAD if issubclass(kind, nn.Module) else ())
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -93,7 +94,7 @@ class DraftModel(LevelDrafter):
     def dtype(self) -> torch.dtype:
         return self._inner.dtype
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         return self._inner.layout
 

@@ -21,7 +21,6 @@ from transformers import AutoModel, Cache, PreTrainedConfig
 from typing_extensions import Self
 
 from eagle_fsd.model.attention import TREE_ATTENTION, fold_mask
-from eagle_fsd.model.cache import Layout
 from eagle_fsd.model.drafters.levels import LevelDrafter
 from eagle_fsd.model.plain_layers import AttentionInputs, is_plain, signed_rotary
 from eagle_fsd.model.target import Target
@@ -45,7 +44,6 @@ class DraftHead(nn.Module, LevelDrafter):
         self.config, self.target_hidden_size = config, target_hidden_size
         self.embed_tokens: nn.Embedding | None = None
         self._target: Target | None = None
-        self._layout = Layout()
         self._rotary_options: dict[str, str] = {}
 
     def attach(self, target: Target) -> Self:
@@ -117,10 +115,6 @@ class DraftHead(nn.Module, LevelDrafter):
     @abstractmethod
     def _run_plain(self, x: Tensor, embedded: Tensor, inputs: AttentionInputs) -> Tensor:
         """Run the same layers by their parts, see :mod:`~eagle_fsd.model.plain_layers`."""
-
-    @property
-    def layout(self) -> Layout:
-        return self._layout
 
     def renew(self) -> None:
         """Determine whether the layers are plain, which hooks change."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -163,7 +164,7 @@ class Drafter(ABC):
                 are decoded greedily.
         """
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         """What the drafter's caches allocated; empty before the first, and without caches."""
         return Layout()
