@@ -56,7 +56,7 @@ from eagle_fsd.evaluation.config import (
 )
 from eagle_fsd.evaluation.methods import EXACT, Method, given_acceptance
 from eagle_fsd.evaluation.plots import draw_figures
-from eagle_fsd.evaluation.processes import on_first_process, start_processes
+from eagle_fsd.evaluation.processes import on_first_process
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import interleaved
 from eagle_fsd.evaluation.report import limit_losses
@@ -89,6 +89,7 @@ from eagle_fsd.model.config import Settings, TreeConfig
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.options import OptionsError
+from eagle_fsd.utils.processes import start_processes
 from eagle_fsd.utils.progress import ProgressFactory, no_progress
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Processes that ``torchrun`` or ``accelerate launch`` started: what each of them does.
+"""What each of the processes does that ``torchrun`` or ``accelerate launch`` started.
 
 They either divide the questions, with a whole target each, or decode together with a target whose
 layers are split over them. In the second case, every process runs the whole command as if it were
@@ -8,28 +8,17 @@ the only one, and takes from the first one what may differ between them, such as
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from accelerate import PartialState
-from accelerate.utils import DistributedType, broadcast_object_list, parse_flag_from_env
+from accelerate.utils import DistributedType, broadcast_object_list
 
 from eagle_fsd.model.config import TENSOR_PARALLEL
 from eagle_fsd.model.target import Target
 from eagle_fsd.utils.options import OptionsError
-
-#: How long a process may wait for the others to finish.
-PROCESS_TIMEOUT = timedelta(days=7)
+from eagle_fsd.utils.processes import start_processes
 
 T = TypeVar("T")
-
-
-def start_processes() -> PartialState:
-    """Return the state of this process and the others that share the work."""
-    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
-    return PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)
 
 
 def join_processes() -> bool:

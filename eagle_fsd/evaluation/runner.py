@@ -54,7 +54,7 @@ from eagle_fsd.evaluation.methods import (
     find_methods,
 )
 from eagle_fsd.evaluation.plots import draw_figures
-from eagle_fsd.evaluation.processes import from_first, placement, start_processes
+from eagle_fsd.evaluation.processes import from_first, placement
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import requested_questions
 from eagle_fsd.evaluation.report import (
@@ -76,6 +76,7 @@ from eagle_fsd.utils.chat_api import Endpoint
 from eagle_fsd.utils.chat_templates import encode_prompt
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.options import OptionsError
+from eagle_fsd.utils.processes import start_processes
 from eagle_fsd.utils.progress import Progress, ProgressFactory, no_progress
 from eagle_fsd.utils.provenance import describe_environment
 

@@ -28,8 +28,9 @@ from eagle_fsd.train.config import FeaturesRequest
 from eagle_fsd.train.dataset import FILLER, ChatDataset, Example, collate
 from eagle_fsd.train.features import compute_features, most_likely_tokens
 from eagle_fsd.train.heads import head_reads, training_states
-from eagle_fsd.train.loaded_target import LoadedTarget, share_chats
+from eagle_fsd.train.loaded_target import LoadedTarget, check_device_map
 from eagle_fsd.utils.files import atomic_path, atomic_write
+from eagle_fsd.utils.processes import start_processes
 from eagle_fsd.utils.progress import Progress, ProgressFactory, no_progress
 from eagle_fsd.utils.text import format_bytes
 
@@ -144,7 +145,8 @@ def store_features(
     (estimated), the free bytes and the number of chats; OSError is raised if there is too little
     space.
     """
-    state = share_chats(request.device_map)
+    state = start_processes()
+    check_device_map(request.device_map, state.num_processes)
     is_main = state.is_main_process
     progress = progress if is_main else no_progress
     loaded = LoadedTarget.load(request, request.device_map or state.device, token)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.bundled import BUNDLED_TARGET
@@ -25,8 +22,6 @@ from eagle_fsd.utils.progress import Progress
 
 log = logging.getLogger(__name__)
 
-#: How long a process may wait for the others to finish.
-PROCESS_TIMEOUT = timedelta(days=7)
 #: Chats that are encoded on opening a file; if the template rejects all of them, opening fails.
 TRIAL_CHATS = 20
 
@@ -146,14 +141,6 @@ def open_chat_file(path: str | Path, progress: Progress | None = None) -> ChatFi
     if summary is not None:
         log.warning("%s: %s", path, summary)
     return file
-
-
-def share_chats(device_map: str | None) -> PartialState:
-    """Join the processes that share the chats; each may wait for the others for days."""
-    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
-    state = PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)
-    check_device_map(device_map, state.num_processes)
-    return state
 
 
 def check_device_map(device_map: str | None, processes: int) -> None:

@@ -22,8 +22,8 @@ from eagle_fsd.train.config import RegenerateConfig, RegenerateRequest, Regenera
 from eagle_fsd.train.loaded_target import (
     TRIAL_CHATS,
     LoadedTarget,
+    check_device_map,
     open_chat_file,
-    share_chats,
 )
 from eagle_fsd.train.writing import (
     Draft,
@@ -41,6 +41,7 @@ from eagle_fsd.train.writing import (
 from eagle_fsd.utils.chat_templates import ChatTemplate
 from eagle_fsd.utils.files import append_line
 from eagle_fsd.utils.options import OptionsError
+from eagle_fsd.utils.processes import start_processes
 from eagle_fsd.utils.progress import Progress, ProgressFactory, no_progress
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,8 @@ def regenerate(
         with progress("rewriting") as report:
             remote = ServerWriter(server, on_tokens)
             return rewrite_chats(remote, chats, request.out, config=config, progress=report)
-    state = share_chats(request.device_map)
+    state = start_processes()
+    check_device_map(request.device_map, state.num_processes)
     progress = progress if state.is_main_process else no_progress
     device = request.device_map or (state.device if state.num_processes > 1 else None)
     loaded = LoadedTarget.load(request, device, token)
