@@ -61,9 +61,7 @@ from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import interleaved
 from eagle_fsd.evaluation.report import limit_losses
 from eagle_fsd.evaluation.runner import (
-    Evaluation,
     Hooks,
-    Loaded,
     Report,
     checked_questions,
     exclusive,
@@ -180,7 +178,7 @@ class Task:
         questions: Sequence[Question],
         methods: Sequence[Method],
         folder: str = "",
-        on_report: Callable[[Evaluation, Report], None] = ignore,
+        on_report: Callable[[Report], None] = ignore,
         selects: bool = False,
     ) -> Report | None:
         """Answer questions with methods; in a subfolder, without judge and baseline."""
@@ -190,10 +188,11 @@ class Task:
         if folder:
             unused |= {"judge_base_url": None, "baseline": None, "assistant": None}
         return run_evaluation(
-            Loaded(self.model, questions),
+            self.model,
+            questions,
             methods,
             request.model_copy(update=unused),
-            config.updated(batch=config.answer_batch),
+            config=config.updated(batch=config.answer_batch),
             folder=self.folder / folder,
             hooks=Hooks(self.progress, on_report=on_report),
         )
@@ -396,7 +395,7 @@ def certify(task: Task) -> Calibration | None:
     tested: list[Method] = []
     found: list[Calibration] = []
 
-    def finish(_: Evaluation, report: Report) -> None:
+    def finish(report: Report) -> None:
         found.append(extend_report(task, tested, report))
 
     if not task.tests:

@@ -114,13 +114,12 @@ class Evaluation(ABC):
         config: EvaluationConfig,
         folder: str | Path,
         source: Mapping[str, Any],
-        process: int = 0,
-        processes: int = 1,
     ) -> None:
         self.names, self.questions = list(names), list(questions)
         self.config, self.folder = config, Path(folder)
         self.execute_code, self.unsafe = request.execute_code, request.unsafe
-        self.process, self.processes = process, processes
+        state = start_processes()
+        self.process, self.processes = state.process_index, state.num_processes
         self.about = {
             "questions": Path(request.questions).name,
             "skip": request.skip,
@@ -298,8 +297,6 @@ class PairEvaluation(Evaluation):
         request: EvaluationRequest,
         config: EvaluationConfig,
         folder: str | Path,
-        process: int = 0,
-        processes: int = 1,
     ) -> None:
         source = {
             "target": request.target or "bundled",
@@ -307,16 +304,7 @@ class PairEvaluation(Evaluation):
             "draft_vocabulary": request.draft_vocabulary,
         }
         names = [method.name for method in methods]
-        super().__init__(
-            names,
-            questions,
-            request,
-            config,
-            folder=folder,
-            source=source,
-            process=process,
-            processes=processes,
-        )
+        super().__init__(names, questions, request, config, folder=folder, source=source)
         self.model, self.methods = model, {method.name: method for method in methods}
         self.chat_template = evaluation_template(
             model.tokenizer, request.chat_template, request.few_shot
@@ -385,16 +373,8 @@ class Hooks:
     """Functions that :func:`run_evaluation` calls; by default they do nothing."""
 
     progress: ProgressFactory = no_progress
-    on_report: Callable[[Evaluation, Report], None] = ignore  # may extend the scored report
+    on_report: Callable[[Report], None] = ignore  # may extend the scored report
     on_finish: Callable[[Report], None] = ignore  # also if the judge failed
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A pair and questions, for several evaluations."""
-
-    model: EagleFSD
-    questions: Sequence[Question]
 
 
 def evaluate(
@@ -434,29 +414,31 @@ def evaluate(
     config, chosen = config or EvaluationConfig(), find_methods(methods)
     folder, names = request.output_folder("evaluate"), [method.name for method in chosen]
     questions = checked_questions(request, config, progress, names)
-    loaded = Loaded(load_share(request, settings), questions)
+    model = load_share(request, settings)
 
-    def draw(_: Evaluation, report: Report) -> None:
+    def draw(report: Report) -> None:
         draw_figures(report, folder)
 
     hooks = Hooks(progress, on_report=draw, on_finish=on_report or ignore)
-    return run_evaluation(loaded, chosen, request, config, folder=folder, hooks=hooks)
+    return run_evaluation(
+        model, questions, chosen, request, config=config, folder=folder, hooks=hooks
+    )
 
 
 def run_evaluation(
-    loaded: Loaded,
+    model: EagleFSD,
+    questions: Sequence[Question],
     methods: Sequence[Method],
     request: EvaluationRequest,
-    config: EvaluationConfig,
     *,
+    config: EvaluationConfig,
     folder: Path,
     hooks: Hooks,
 ) -> Report | None:
     """Run an evaluation in ``folder``; see :func:`evaluate` for what it returns and raises.
 
-    The pair and the questions are those of ``loaded``, whatever the request names.
+    The pair and the questions are those given, whatever the request names.
     """
-    state, model = start_processes(), loaded.model
     if isinstance(config, BenchConfig) and config.repeats > 1 and model.drafter.learns:
         raise OptionsError(
             "--repeats must be 1 with a drafter that learns: the second answer would be drafted"
@@ -465,20 +447,11 @@ def run_evaluation(
     model.compile = bool(request.compile)
     decoded = decoded_methods(methods, model)
     skipped = [method.name for method in methods if method not in decoded]
-    if skipped and state.is_main_process:
+    if skipped and start_processes().is_main_process:
         log.warning("%s", SKIPPED)
     baseline = baseline_methods(model, request.assistant) if request.baseline else []
     compared = find_methods([*baseline, *decoded])
-    evaluation = PairEvaluation(
-        model,
-        loaded.questions,
-        compared,
-        request=request,
-        config=config,
-        folder=folder,
-        process=state.process_index,
-        processes=state.num_processes,
-    )
+    evaluation = PairEvaluation(model, questions, compared, request, config=config, folder=folder)
     return conduct(evaluation, request, hooks, skipped)
 
 
@@ -501,7 +474,7 @@ def conduct(
             report = evaluation.report(progress if request.execute_code else ignore)
         report["skipped"] = list(skipped)
         evaluation.write(report)
-        hooks.on_report(evaluation, report)
+        hooks.on_report(report)
         evaluation.compare(report)
         evaluation.write(report)
         try:

@@ -237,7 +237,7 @@ def evaluate_servers(
     servers = [ComparedServer.find(item, options.server_model) for item in options.servers]
     evaluation = ServerEvaluation(servers, questions, request, config, folder=folder)
 
-    def extend(_: Evaluation, report: Report) -> None:
+    def extend(report: Report) -> None:
         report["reference"] = evaluation.reference
         report |= limit_losses(report["rows"], confidence=options.confidence)
         compared = [row for row in report["rows"] if row["method"] != evaluation.reference]

@@ -24,9 +24,7 @@ from eagle_fsd.evaluation.plots import draw_figures
 from eagle_fsd.evaluation.processes import on_first_process
 from eagle_fsd.evaluation.questions.sets import balanced_subset
 from eagle_fsd.evaluation.runner import (
-    Evaluation,
     Hooks,
-    Loaded,
     Report,
     checked_questions,
     exclusive,
@@ -87,7 +85,7 @@ def sweep(
     omitted = slow_methods(plan)
     kept = {method.name: method for method in planned if method.name not in omitted}
 
-    def extend(_: Evaluation, report: Report) -> None:
+    def extend(report: Report) -> None:
         probed = balanced_subset(questions, MAX_PROBED_QUESTIONS)
         prompts = Workload.of(model, probed, request, config)
         report |= {"divergences": probe_divergences(prompts, grid.divergences), "omitted": omitted}
@@ -100,8 +98,9 @@ def sweep(
 
     hooks = Hooks(progress, on_report=extend, on_finish=on_report or ignore)
     measured = [PLAIN, exact, *kept.values()]
-    loaded = Loaded(model, questions)
-    return run_evaluation(loaded, measured, request, config, folder=folder, hooks=hooks)
+    return run_evaluation(
+        model, questions, measured, request, config=config, folder=folder, hooks=hooks
+    )
 
 
 def slow_methods(plan: TreePlan) -> dict[str, str]:

@@ -444,9 +444,10 @@ class Machine:
     def run_evaluation(
         self,
         _: object,
+        __: object,
         compared: Sequence[Method],
         request: EvaluationRequest,
-        __: object,
+        config: object,
         folder: Path,
         hooks: Hooks,
     ) -> dict[str, Any]:
@@ -459,7 +460,7 @@ class Machine:
             for at, name in enumerate(names)
         ]
         report = make_report(rows)
-        hooks.on_report(None, report)
+        hooks.on_report(report)
         return report
 
     def measure_speeds(

@@ -334,10 +334,11 @@ def test_parts_of_two_processes_give_the_files_of_one(model: EagleFSD, tmp_path:
     for processes in (1, 2):
         out = tmp_path / str(processes)
         parts = [
-            PairEvaluation(model, questions, [EXACT, FSD], request, config, out, process, processes)
-            for process in range(processes)
+            PairEvaluation(model, questions, [EXACT, FSD], request, config, out)
+            for _ in range(processes)
         ]
-        for part in parts:
+        for process, part in enumerate(parts):
+            part.process, part.processes = process, processes
             part.open()
         for part in parts:
             part.answer()
