@@ -238,39 +238,6 @@ def calibrate(
         files = settings_files(request, request.output_folder("calibrate"), install)
     elif install:
         raise OptionsError(f"--install writes fsd.json, which cannot hold {engine}'s settings")
-    selection = selection or SelectionConfig()
-    task = prepare(
-        request,
-        bounds,
-        config,
-        selection=selection,
-        engine=engine,
-        progress=progress,
-        methods=methods,
-        settings=settings,
-    )
-    with exclusive(task.folder):
-        on_first_process(lambda: check_folder(task))
-        select(task)
-        found = certify(task)
-    if found is None:
-        return None
-    for file in files:
-        atomic_write(file, json.dumps(found.report["calibration"], indent=2) + "\n")
-    return replace(found, files=files)
-
-
-def prepare(
-    request: EvaluationRequest,
-    bounds: LossBounds,
-    config: CalibrationConfig,
-    selection: SelectionConfig,
-    engine: EngineName | None,
-    progress: ProgressFactory,
-    methods: Sequence[Method],
-    settings: Settings | None,
-) -> Task:
-    """Load questions and pair, and check, before hours of decoding, that they can be calibrated."""
     check_sampling(config)
     if request.assistant and config.answer_batch > 1:
         raise OptionsError(
@@ -278,23 +245,11 @@ def prepare(
         )
     if request.questions == "bundled":
         request = request.updated(count=request.count or DEFAULT_COUNT)
+    selection = selection or SelectionConfig()
     selecting, used, fresh = read_stages(request, config, selection, progress)
-    for part, stage in ((used, selecting[1]), (fresh, config)):
-        if stage.measure == "accuracy":
-            check_scores(part, request.execute_code)
-    state, warnings = start_processes(), [warn_of_few(bounds, fresh)]
     model = load_share(request, settings)
     model.acceptance = given_acceptance(settings)
-    if model.drafter.learns:
-        warnings.append(
-            "the drafter learns from what it decodes: with a threshold above 0, answers depend on"
-            " the questions before, and the bound holds for this order of questions"
-        )
-    for warning in filter(None, warnings if state.is_main_process else ()):
-        log.warning("%s", warning)
-    if engine:
-        engines.ENGINES[engine].check(model, request)
-    return Task(
+    task = Task(
         request=request,
         config=config,
         selecting=selecting,
@@ -306,6 +261,19 @@ def prepare(
         used=used,
         fresh=fresh,
     )
+    if start_processes().is_main_process:
+        warn(task)
+    if engine:
+        engines.ENGINES[engine].check(model, request)
+    with exclusive(task.folder):
+        on_first_process(lambda: check_folder(task))
+        select(task)
+        found = certify(task)
+    if found is None:
+        return None
+    for file in files:
+        atomic_write(file, json.dumps(found.report["calibration"], indent=2) + "\n")
+    return replace(found, files=files)
 
 
 def read_stages(
@@ -314,23 +282,42 @@ def read_stages(
     selection: SelectionConfig,
     progress: ProgressFactory,
 ) -> tuple[tuple[EvaluationRequest, CalibrationConfig], list[Question], list[Question]]:
-    """Return the options and the questions of the selection, and the questions that certify."""
-    at_once = config.updated(batch=config.answer_batch)
+    """Return the options and the questions of the selection, and the questions that certify.
+
+    Raises ValueError, before hours of decoding, if answers to some of them have no score.
+    """
+    at_once, selecting = config.updated(batch=config.answer_batch), (request, config)
     questions = list(map(count_unscored_as_wrong, checked_questions(request, at_once, progress)))
     if selection.select_on is None:
         used, fresh = split_questions(questions)
-        return (request, config), interleaved(used), fresh
-    own = {"questions": selection.select_on, "count": None, "skip": 0, "grader": None}
-    request = request.model_copy(update=own)
-    used = checked_questions(request, at_once, progress)
-    fresh = without_repeated(questions, used)
-    if not fresh:
-        raise ValueError(f"{selection.select_on} leaves no other question to certify settings")
-    if config.measure == "accuracy" and not all(item.scored_by for item in used):
-        regret = selection.select_regret
-        measure = "agreement" if regret is None else "regret"
-        config = config.updated(measure=measure, max_regret=regret)
-    return (request, config), interleaved(used), fresh
+    else:
+        own = {"questions": selection.select_on, "count": None, "skip": 0, "grader": None}
+        changed = request.model_copy(update=own)
+        used = checked_questions(changed, at_once, progress)
+        fresh = without_repeated(questions, used)
+        if not fresh:
+            raise ValueError(f"{selection.select_on} leaves no other question to certify settings")
+        measured = config
+        if config.measure == "accuracy" and not all(item.scored_by for item in used):
+            regret = selection.select_regret
+            measure = "agreement" if regret is None else "regret"
+            measured = config.updated(measure=measure, max_regret=regret)
+        selecting = changed, measured
+    for part, stage in ((used, selecting[1]), (fresh, config)):
+        if stage.measure == "accuracy":
+            check_scores(part, request.execute_code)
+    return selecting, interleaved(used), fresh
+
+
+def warn(task: Task) -> None:
+    """Log what limits the bound that can be certified, and what it holds for."""
+    if few := warn_of_few(task.bounds, task.fresh):
+        log.warning("%s", few)
+    if task.model.drafter.learns:
+        log.warning(
+            "the drafter learns from what it decodes: with a threshold above 0, answers depend on"
+            " the questions before, and the bound holds for this order of questions"
+        )
 
 
 def select(task: Task) -> None:
