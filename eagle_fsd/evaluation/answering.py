@@ -16,10 +16,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import StopStringCriteria
 
 from eagle_fsd.evaluation.answer_store import AnswerStore, Record, Session
 from eagle_fsd.evaluation.batches import MethodBatch, PaddedBatch, Reply, TreeBatch
+from eagle_fsd.evaluation.completion import answer_ends
 from eagle_fsd.evaluation.config import BenchConfig, CalibrationConfig, EvaluationConfig
 from eagle_fsd.evaluation.memory import PeakMemory
 from eagle_fsd.evaluation.methods import Method, fresh_pair, synchronize
@@ -238,10 +238,8 @@ class PairAnswerer(Answerer[Method]):
     chat_template: ChatTemplate
 
     def __post_init__(self) -> None:
-        template, stop = self.chat_template, list(self.chat_template.stop)
         self.memory = PeakMemory(self.model.target.device)
-        self.eos_token_ids = [*self.model.eos_token_ids, *template.stop_token_ids]
-        self.stopping_criteria = [StopStringCriteria(self.model.tokenizer, stop)] if stop else []
+        self.ends = answer_ends(self.model, self.chat_template)
         self._pairs: dict[str, EagleFSD] = {}
 
     def warm_up(self, questions: Sequence[Question], method: Method) -> None:
@@ -265,13 +263,7 @@ class PairAnswerer(Answerer[Method]):
         Also returns the seconds that decoding took.
         """
         kind: type[MethodBatch] = PaddedBatch if method.decoder == "hf" else TreeBatch
-        batch = kind(
-            self._pair(method),
-            method,
-            self.config,
-            eos_token_ids=self.eos_token_ids,
-            criteria=self.stopping_criteria,
-        )
+        batch = kind(self._pair(method), method, self.config, self.ends)
         answers = self.conversations(questions, samples)
         waiting, seconds = deque(answers), 0.0
         running: dict[Hashable, tuple[Conversation, Tensor, float]] = {}
@@ -333,7 +325,7 @@ class PairAnswerer(Answerer[Method]):
         tokens = reply.tokens
         text = str(self.model.tokenizer.decode(tokens, skip_special_tokens=True))
         ends = [text.index(item) for item in self.chat_template.stop if item in text]
-        ended = bool(tokens) and tokens[-1] in self.eos_token_ids
+        ended = bool(tokens) and tokens[-1] in self.ends["eos_token_id"]
         content = text[: min(ends, default=len(text))].strip()
         return Turn(
             prompt,

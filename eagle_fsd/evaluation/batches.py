@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from eagle_fsd.evaluation.config import EvaluationConfig
 from eagle_fsd.evaluation.methods import Method
@@ -43,8 +43,7 @@ class MethodBatch(ABC):
     model: EagleFSD
     method: Method
     config: EvaluationConfig
-    eos_token_ids: Sequence[int]
-    criteria: Sequence[StoppingCriteria] = ()
+    ends: dict[str, Any]  # see :func:`~eagle_fsd.evaluation.completion.answer_ends`
 
     @property
     @abstractmethod
@@ -88,8 +87,7 @@ class TreeBatch(MethodBatch):
                 sampling=self.config.sampling(seed),
                 rule=self._rule,
                 method=self.method.decoder,
-                eos_token_id=self.eos_token_ids,
-                stopping_criteria=self.criteria,
+                **self.ends,
             )
         )
 
@@ -156,15 +154,16 @@ class PaddedBatch(MethodBatch):
 
     def _decode(self, items: Sequence[_Waiting]) -> list[tuple[Hashable, Reply]]:
         model, sampling = self.model, self.config.sampling(items[0].seed)
+        end_tokens = self.ends["eos_token_id"]
         padded = model.tokenizer.pad(
             {"input_ids": [item.prompt.tolist() for item in items]},
             padding_side="left",
             return_tensors="pt",
         ).to(model.target.device)
-        pad = _find_padding(model, self.eos_token_ids)
+        pad = _find_padding(model, end_tokens)
         config = GenerationConfig(
             do_sample=bool(sampling.temperature),
-            eos_token_id=list(self.eos_token_ids) or None,
+            eos_token_id=end_tokens or None,
             pad_token_id=pad,
             bos_token_id=model.model.generation_config.bos_token_id,
             max_new_tokens=items[0].max_new_tokens,
@@ -176,11 +175,11 @@ class PaddedBatch(MethodBatch):
             sequences = model.model.generate(  # type: ignore[operator]
                 **padded,
                 **self._assistance(),
-                stopping_criteria=StoppingCriteriaList(self.criteria),
+                stopping_criteria=StoppingCriteriaList(self.ends["stopping_criteria"]),
             )
         found: list[tuple[Hashable, Reply]] = []
         for item, row in zip(items, sequences[:, padded["input_ids"].shape[1] :], strict=True):
-            tokens = row[: _count_new(row, self.eos_token_ids, pad)].tolist()
+            tokens = row[: _count_new(row, end_tokens, pad)].tolist()
             # Assisted generation takes an unknown number of passes.
             passes = len(tokens) if self.method.assistant is None else None
             found.append((item, Reply(tokens, passes)))

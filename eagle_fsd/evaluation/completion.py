@@ -1,11 +1,13 @@
-"""Prompts for base models, whose tokenizers have no chat template."""
+"""Chat templates of evaluations, also for base models, and where their answers end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, StopStringCriteria
 
+from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.chat_templates import Chat, ChatTemplate, load_chat_template
 
 
@@ -47,3 +49,12 @@ def evaluation_template(
             )
         return CompletionTemplate(few_shot)
     return load_chat_template(tokenizer, name)
+
+
+def answer_ends(model: EagleFSD, template: ChatTemplate) -> dict[str, Any]:
+    """Return the arguments of ``generate`` that end answers where a chat template ends them."""
+    stop = list(template.stop)
+    return {
+        "eos_token_id": [*model.eos_token_ids, *template.stop_token_ids],
+        "stopping_criteria": [StopStringCriteria(model.tokenizer, stop)] if stop else [],
+    }

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StopStringCriteria
 
+from eagle_fsd.evaluation.completion import answer_ends
 from eagle_fsd.evaluation.doctor.agreement import Agreement
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 from eagle_fsd.model.drafters.heads import DraftHead
@@ -98,14 +98,13 @@ class Measurements:
         if tree is not None:
             model = copy(model)
             model.tree = tree
-        prompts, stop = self._prompts(chats, chat_template), list(chat_template.stop)
+        prompts = self._prompts(chats, chat_template)
         found = model.generate_many(
             prompts,
             self.max_new_tokens,
             max_batch=BATCH,
             acceptance=AcceptanceConfig(),
-            eos_token_id=[*model.eos_token_ids, *chat_template.stop_token_ids],
-            stopping_criteria=[StopStringCriteria(model.tokenizer, stop)] if stop else [],
+            **answer_ends(model, chat_template),
         )
         answers = []
         for item in sorted(found, key=lambda item: item.index):

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from transformers import StopStringCriteria
 
-from eagle_fsd.evaluation.completion import evaluation_template
+from eagle_fsd.evaluation.completion import answer_ends, evaluation_template
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
 from eagle_fsd.evaluation.methods import Method, fresh_pair, synchronize
 from eagle_fsd.evaluation.processes import from_first
@@ -25,7 +24,7 @@ from eagle_fsd.utils.chat_templates import encode_prompt
 class Workload:
     """Prompts, ``[S]`` token ids each, with the pair that decodes them and the options for that.
 
-    ``ends`` are the arguments of ``generate_many`` that say where an answer ends.
+    ``ends`` are those of :func:`answer_ends`.
     """
 
     model: EagleFSD
@@ -50,15 +49,11 @@ class Workload:
             encode_prompt(question.first_chat(), model.tokenizer, template)[0]
             for question in interleaved(questions)
         ]
-        room, stop = model.target.context_length, list(template.stop)
+        room = model.target.context_length
         prompts = [prompt for prompt in encoded if len(prompt) < room]
         if not prompts:
             raise ValueError(f"every prompt fills the target's context of {room} tokens")
-        ends = {
-            "eos_token_id": [*model.eos_token_ids, *template.stop_token_ids],
-            "stopping_criteria": [StopStringCriteria(model.tokenizer, stop)] if stop else [],
-        }
-        return cls(model, prompts, config, ends)
+        return cls(model, prompts, config, answer_ends(model, template))
 
     @property
     def groups(self) -> int:
