@@ -27,6 +27,7 @@ from eagle_fsd.evaluation.statistics import (
     confidence_per_test,
     loss_bound,
     mcnemar_p,
+    median_and_p95,
     proportion_interval,
 )
 from eagle_fsd.model.verify import Origin
@@ -128,9 +129,6 @@ class Summary:
         """Return the method's row of a report, as JSON values, compared with the given methods."""
         seconds, tokens, accepted = self.total("wall_time"), self.total("new_tokens"), self.accepted
         waits = [sum(choice["latency"]) for record in self.records for choice in record["choices"]]
-        latency = None
-        if waits:
-            latency = {"median": float(np.median(waits)), "p95": float(np.quantile(waits, 0.95))}
         by_category: dict[str, list[int]] = defaultdict(list)
         for record, turns in zip(self.records, self.turns, strict=True):
             by_category[record["category"]] += chain(*turns["accepted"])
@@ -150,7 +148,7 @@ class Summary:
             "speedup_interval": over_plain.interval,
             "speed_over_exact": _none_if_nan(over_exact.value),
             "speed_over_exact_interval": over_exact.interval,
-            "latency": latency,
+            "latency": median_and_p95(waits),
             "cut_off": self.total("cut_off"),
             "tau": sum(accepted) / len(accepted) if accepted else None,
             "tau_by_category": {

@@ -28,28 +28,29 @@ class Mean:
 
     value: float
     count: int
-    deviation: float
+    interval: Interval | None  # None below two values
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Mean:
         """Compute the mean of a sample."""
         count = len(values)
-        if not count:
-            return cls(math.nan, 0, math.nan)
-        deviation = float(np.std(values, ddof=1)) if count > 1 else math.nan
-        return cls(float(np.mean(values)), count, deviation)
-
-    @property
-    def interval(self) -> Interval | None:
-        """The lower and upper limit; None below two values."""
-        if self.count < 2:
-            return None
-        half = float(stats.t.ppf(0.975, self.count - 1)) * self.deviation / math.sqrt(self.count)
-        return self.value - half, self.value + half
+        value = float(np.mean(values)) if count else math.nan
+        if count < 2:
+            return cls(value, count, None)
+        deviation = float(np.std(values, ddof=1))
+        half = float(stats.t.ppf(0.975, count - 1)) * deviation / math.sqrt(count)
+        return cls(value, count, (value - half, value + half))
 
     def as_dict(self, name: str) -> dict[str, Any]:
         """Return the mean and, as ``{name}_interval``, its interval; None for too few values."""
         return {name: self.value if self.count else None, f"{name}_interval": self.interval}
+
+
+def median_and_p95(values: Sequence[float]) -> dict[str, float] | None:
+    """Return the median and the 95th percentile; None without values."""
+    if not values:
+        return None
+    return {"median": float(np.median(values)), "p95": float(np.quantile(values, 0.95))}
 
 
 #: Points per standard deviation of a proportion at which the nuisance parameter is searched.

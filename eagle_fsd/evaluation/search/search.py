@@ -33,7 +33,7 @@ from eagle_fsd.evaluation.search.prediction import (
     step_seconds,
 )
 from eagle_fsd.evaluation.search.workload import Workload
-from eagle_fsd.evaluation.statistics import Ratio
+from eagle_fsd.evaluation.statistics import Ratio, median_and_p95
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.progress import Progress, ProgressFactory
@@ -83,12 +83,6 @@ class Runner:
         """Speed so far, including the prefill."""
         seconds, tokens = np.sum(self.timings, axis=0)
         return float(tokens / seconds)
-
-    @property
-    def latencies(self) -> dict[str, float]:
-        """Median and 95th percentile of the seconds of a group."""
-        median, p95 = np.quantile([seconds for seconds, _ in self.timings], (0.5, 0.95)).tolist()
-        return {"median": median, "p95": p95}
 
     @property
     def tau(self) -> float:
@@ -164,9 +158,10 @@ def measure_speeds(
     found = {}
     for runner in (exact, *others):
         over_exact, over_plain = runner.over(exact), runner.over(others[-1])
+        waits = [seconds for seconds, _ in runner.timings]  # for a group of prompts
         found[runner.method.name] = {
             "tokens_per_second": runner.tokens_per_second,
-            "latency": runner.latencies if workload.config.batch == 1 else None,
+            "latency": median_and_p95(waits) if workload.config.batch == 1 else None,
             "speedup": over_plain.value,
             "speedup_interval": over_plain.interval,
             "speed_over_exact": over_exact.value,
