@@ -51,23 +51,22 @@ def draw_figures(report: dict[str, Any], folder: Path) -> None:
     """
     import matplotlib
 
-    compared = {item.name for item in _points(report) if not item.is_reference} - {*BASELINES}
-    if not compared:
+    found = points(report["rows"], report.get("reference", EXACT.name))
+    own = [point for point in found if point.name not in BASELINES]
+    if all(point.is_reference for point in own):
         return
-    shown = {item.name for item in _select_points(report, TRADEOFF)}
-    report["figures"] = [TRADEOFF] if compared <= shown else [TRADEOFF, METHODS]
+    figures = {TRADEOFF: _select_points(found, report.get("calibrated"))}
+    if not all(point.is_reference or point in figures[TRADEOFF] for point in own):
+        figures[METHODS] = own
+    report["figures"] = list(figures)
     about = json.dumps({key: report[key] for key in ("about", "settings", "environment")})
     # Keep text as text in SVG files, and do not parse dollar signs as math.
     with matplotlib.rc_context({"svg.fonttype": "none", "text.parse_math": False}):
-        for name in report["figures"]:
-            figure, path = _draw(report, name), folder / name
+        for name, shown in figures.items():
+            figure, path = _draw(report, found, shown), folder / name
             figure.savefig(path, dpi=DPI, metadata={"Description": about})
             metadata = {"Description": about, "Date": None}
             figure.savefig(path.with_suffix(".svg"), metadata=metadata)
-
-
-def _points(report: dict[str, Any]) -> list[Point]:
-    return points(report["rows"], report.get("reference", EXACT.name))
 
 
 def _series(point: Point) -> str:
@@ -91,15 +90,14 @@ def _lines(found: Sequence[Point]) -> dict[str, list[Point]]:
     }
 
 
-def _select_points(report: dict[str, Any], name: str) -> list[Point]:
-    """Return the methods that a figure shows.
+def _select_points(found: Sequence[Point], marked: str | None) -> list[Point]:
+    """Return the methods that :data:`TRADEOFF` shows.
 
-    The line of FSD in :data:`TRADEOFF` is that of the calibrated setting, or the one that has most
+    The line of FSD is that of the calibrated setting, which is ``marked``, or the one that has most
     methods on the Pareto front.
     """
-    found = _points(report)
-    lines, marked = _lines(found), report.get("calibrated")
-    if name == METHODS or not lines:
+    lines = _lines(found)
+    if not lines:
         return [point for point in found if point.name not in BASELINES]
     front = pareto_front(found)
     best = max(
@@ -115,8 +113,8 @@ def _select_points(report: dict[str, Any], name: str) -> list[Point]:
     return [point for point in found if point.is_reference or point.name in shown]
 
 
-def _draw(report: dict[str, Any], name: str) -> Any:
-    """Draw one of the figures."""
+def _draw(report: dict[str, Any], every: Sequence[Point], found: Sequence[Point]) -> Any:
+    """Draw a figure that shows some of all methods."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -125,8 +123,7 @@ def _draw(report: dict[str, Any], name: str) -> Any:
     ax: Any = figure.subplots()
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
-    known = {point.name: point for point in _points(report)}
-    found = _select_points(report, name)
+    known = {point.name: point for point in every}
     ax.set_xlim(speed_range(found))
     ax.set_ylim(quality_range(found))
     scored = found[0].row["accuracy"] is not None
@@ -140,9 +137,9 @@ def _draw(report: dict[str, Any], name: str) -> Any:
     reference = report.get("reference", "exact decoding")
     title = f"Quality against speed, with 95% intervals relative to {reference}"
     ax.set_title(escape_control_chars(title), fontsize=TITLE)
-    colors = dict(zip(_lines(list(known.values())), COLORS, strict=False))  # equal in all figures
+    colors = dict(zip(_lines(every), COLORS, strict=False))  # equal in all figures
     labels = _draw_methods(ax, found, colors, report.get("calibrated"))
-    _draw_front(ax, [item for item in known.values() if item.name not in BASELINES])
+    _draw_front(ax, [item for item in every if item.name not in BASELINES])
     ax.legend(frameon=False, fontsize=SMALL, loc="best")
     footnote = escape_control_chars(measurement(report))
     figure.supxlabel(footnote, fontsize=TINY, color=GRAY, wrap=True)
