@@ -13,14 +13,14 @@ import json
 import keyword
 import tarfile
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-from eagle_fsd.bundled.problems import edited_problems, problems
+from eagle_fsd.bundled.problems import Problem, edited_problems, problems
 from eagle_fsd.evaluation.graders import Grader, default_grader
 from eagle_fsd.evaluation.questions.question import LETTERS, Question
 from eagle_fsd.evaluation.scoring import number_value
@@ -94,24 +94,20 @@ def read_questions(path: str | Path, grader: Grader | None = None) -> list[Quest
 
 def bundled_questions(count: int, seed: int = 0) -> list[Question]:
     """Generate problems that the bundled pair was not trained on."""
-    return [
-        Question(
-            index, "bundled", (problem.question,), scored_by="number", answer=str(problem.final)
-        )
-        for index, problem in enumerate(problems("test", count, seed))
-    ]
+    return _generated("bundled", ([problem] for problem in problems("test", count, seed)))
 
 
 def bundled_edits(count: int, seed: int = 0) -> list[Question]:
     """Generate chats whose answers largely repeat each other: one problem about several people."""
+    return _generated("bundled-edits", edited_problems("test", count, seed=seed))
+
+
+def _generated(category: str, chats: Iterable[Sequence[Problem]]) -> list[Question]:
+    """Return questions that are chats, with a problem per turn; the last one is scored."""
     found = []
-    for index, versions in enumerate(edited_problems("test", count, seed=seed)):
-        turns = tuple(problem.question for problem in versions)
-        found.append(
-            Question(
-                index, "bundled-edits", turns, scored_by="number", answer=str(versions[-1].final)
-            )
-        )
+    for index, chat in enumerate(chats):
+        turns, answer = tuple(problem.question for problem in chat), str(chat[-1].final)
+        found.append(Question(index, category, turns, scored_by="number", answer=answer))
     return found
 
 
