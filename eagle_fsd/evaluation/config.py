@@ -226,6 +226,13 @@ class BenchConfig(EvaluationConfig):
     repeats: int = Field(1, ge=1, description="Times each turn is decoded; timings are averaged.")
 
 
+Thresholds = Annotated[tuple[float, ...], Field(min_length=1, description="Thresholds T.")]
+MinRatios = Annotated[
+    tuple[float, ...],
+    Field(min_length=1, description="Floors (min_ratio) to combine with each T."),
+]
+
+
 class GridConfig(Options):
     """Acceptance settings to compare: every threshold with every divergence and every floor.
 
@@ -233,15 +240,11 @@ class GridConfig(Options):
     thresholds matter for pairs that agree well.
     """
 
-    thresholds: tuple[float, ...] = Field(
-        (0.0, 0.003, 0.01, 0.05, 0.1, 0.4), min_length=1, description="Thresholds T."
-    )
+    thresholds: Thresholds = (0.0, 0.003, 0.01, 0.05, 0.1, 0.4)
     divergences: tuple[Annotated[DivergenceName, find_divergence], ...] = Field(
         ("js",), min_length=1, description="Divergences that are compared with T."
     )
-    min_ratios: tuple[float, ...] = Field(
-        (0.0, 0.1, 0.3), min_length=1, description="Floors (min_ratio) to combine with each T."
-    )
+    min_ratios: MinRatios = (0.0, 0.1, 0.3)
 
     @field_validator("thresholds", "divergences", "min_ratios")
     @classmethod
@@ -257,12 +260,8 @@ class GridConfig(Options):
 class CalibrationGrid(GridConfig):
     """Acceptance settings that calibration chooses from."""
 
-    thresholds: tuple[float, ...] = Field(
-        (0.003, 0.01, 0.03, 0.05, 0.1, 0.4), min_length=1, description="Thresholds T."
-    )
-    min_ratios: tuple[float, ...] = Field(
-        (0.1, 0.3), min_length=1, description="Floors (min_ratio) to combine with each T."
-    )
+    thresholds: Thresholds = (0.003, 0.01, 0.03, 0.05, 0.1, 0.4)
+    min_ratios: MinRatios = (0.1, 0.3)
 
     @model_validator(mode="after")
     def _check_thresholds(self) -> CalibrationGrid:
@@ -274,12 +273,8 @@ class CalibrationGrid(GridConfig):
 class BenchGrid(GridConfig):
     """Acceptance settings of a benchmark."""
 
-    thresholds: tuple[float, ...] = Field(
-        (0.1, 0.2, 0.3), min_length=1, description="Thresholds T."
-    )
-    min_ratios: tuple[float, ...] = Field(
-        (0.0, 0.1), min_length=1, description="Floors (min_ratio) to combine with each T."
-    )
+    thresholds: Thresholds = (0.1, 0.2, 0.3)
+    min_ratios: MinRatios = (0.0, 0.1)
 
 
 class LossBounds(Options):
