@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.evaluation.answer_store import AnswerStore, Record, Session
-from eagle_fsd.evaluation.batches import MethodBatch, PaddedBatch, Reply, TreeBatch
+from eagle_fsd.evaluation.batches import MethodBatch, PaddedBatch, TreeBatch, Turn
 from eagle_fsd.evaluation.completion import answer_ends
 from eagle_fsd.evaluation.config import BenchConfig, CalibrationConfig, EvaluationConfig
 from eagle_fsd.evaluation.memory import PeakMemory
@@ -48,19 +48,6 @@ class Named(Protocol):
 
 
 M = TypeVar("M", bound=Named)
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A turn of an answer, timed from the step in which it joined the batch."""
-
-    prompt: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))  # [S]
-    reply: Reply = field(default_factory=Reply)
-    text: str = ""  # of the assistant's message
-    new_tokens: int = 0
-    seconds: float = 0.0
-    cut_off: bool = False  # before an end token or a stop string
-    error: str | None = None  # why it was not answered
 
 
 class Conversation:
@@ -99,11 +86,6 @@ class Answerer(ABC, Generic[M]):
     process: int = 0
     processes: int = 1
 
-    @property
-    def samples(self) -> int:
-        """Number of answers to each question."""
-        return self.config.samples * self.config.seeds
-
     def run(
         self, questions: Sequence[Question], progress: Progress = lambda done, total: None
     ) -> None:
@@ -140,8 +122,8 @@ class Answerer(ABC, Generic[M]):
         rows = self.config.batch
         if rows == 1:
             return 1
-        answers = max(rows, count * self.samples // MIN_GROUPS)
-        return max(1, min(answers, ANSWERS_PER_ROW * rows) // self.samples)
+        answers = max(rows, count * self.config.answers // MIN_GROUPS)
+        return max(1, min(answers, ANSWERS_PER_ROW * rows) // self.config.answers)
 
     @abstractmethod
     def warm_up(self, questions: Sequence[Question], method: M) -> None:
@@ -173,7 +155,7 @@ class Answerer(ABC, Generic[M]):
         share = seconds / total if total else 0.0
         choices = []
         for row, turns in enumerate(answers):
-            choice: dict[str, Any] = {"index": row % self.samples}
+            choice: dict[str, Any] = {"index": row % self.config.answers}
             for turn in turns:
                 for name, value in self._values(turn, share, memory).items():
                     choice.setdefault(name, []).append(value)
@@ -186,7 +168,7 @@ class Answerer(ABC, Generic[M]):
                 "model_id": method.name,
                 "session": self.session.begin(),
                 "batch": group,
-                "choices": choices[row * self.samples : (row + 1) * self.samples],
+                "choices": choices[row * self.config.answers : (row + 1) * self.config.answers],
                 "tstamp": time.time(),
             }
             for row, question in enumerate(questions)
@@ -197,14 +179,14 @@ class Answerer(ABC, Generic[M]):
         likelihood, regrets = self.likelihood(turn)
         values: dict[str, Any] = {
             "turns": turn.text,
-            "idxs": turn.reply.passes,
+            "idxs": turn.passes,
             "new_tokens": turn.new_tokens,
             "wall_time": share * turn.seconds,
             "latency": turn.seconds,
-            "accepted": turn.reply.accepted,
-            "origins": turn.reply.origins,
+            "accepted": turn.accepted,
+            "origins": turn.origins,
             "prompt_ids": turn.prompt.tolist(),
-            "token_ids": turn.reply.tokens,
+            "token_ids": turn.tokens,
             "log_likelihood": likelihood,
             "regrets": regrets,
             "memory": memory,
@@ -212,7 +194,7 @@ class Answerer(ABC, Generic[M]):
             "errors": turn.error,
         }
         if isinstance(self.config, BenchConfig):
-            values["phases"] = {name: share * spent for name, spent in turn.reply.phases.items()}
+            values["phases"] = {name: share * spent for name, spent in turn.phases.items()}
         return values
 
     def likelihood(self, turn: Turn) -> tuple[float | None, list[float | None]]:
@@ -249,7 +231,7 @@ class PairAnswerer(Answerer[Method]):
     def answer(self, questions: Sequence[Question], method: Method, group: int = 0) -> list[Record]:
         repeats = self.config.repeats if isinstance(self.config, BenchConfig) else 1
         self.memory.start()
-        runs = [self._converse(questions, method, self.samples) for _ in range(repeats)]
+        runs = [self._converse(questions, method, self.config.answers) for _ in range(repeats)]
         memory = self.memory.read()
         answers = [_average(same) for same in zip(*(found for found, _ in runs), strict=True)]
         seconds = fmean(seconds for _, seconds in runs)
@@ -281,11 +263,11 @@ class PairAnswerer(Answerer[Method]):
                 if not running:
                     return [answer.turns for answer in answers], seconds
                 begin = time.perf_counter()
-                replies = batch.step()
+                ended = batch.step()
                 seconds += time.perf_counter() - begin
-                for key, reply in replies:
+                for key, turn in ended:
                     answer, prompt, joined = running.pop(key)
-                    answer.answer(self._turn(prompt, reply, seconds - joined))
+                    answer.answer(self._complete(turn, prompt, seconds - joined))
                     waiting.appendleft(answer)
 
     def _next_prompt(self, answer: Conversation) -> Tensor | None:
@@ -312,25 +294,23 @@ class PairAnswerer(Answerer[Method]):
         They need another pass over every answer, which takes about as long as decoding it in a
         large batch.
         """
-        tokens = turn.reply.tokens
-        fuzzy = [at for at, origin in enumerate(turn.reply.origins) if origin == Origin.FUZZY]
+        fuzzy = [at for at, origin in enumerate(turn.origins) if origin == Origin.FUZZY]
         left_out = isinstance(self.config, CalibrationConfig) and self.config.measure != "regret"
-        if not tokens or left_out:
+        if not turn.tokens or left_out:
             return None, [None] * len(fuzzy)
-        own, best = answer_log_probs(self.model.target, turn.prompt, torch.tensor(tokens))
+        own, best = answer_log_probs(self.model.target, turn.prompt, torch.tensor(turn.tokens))
         return float(own.mean()), [max(0.0, float(best[at] - own[at])) for at in fuzzy]
 
-    def _turn(self, prompt: Tensor, reply: Reply, seconds: float) -> Turn:
-        """Return the turn that consists of a reply, whose text ends before a stop string."""
-        tokens = reply.tokens
+    def _complete(self, turn: Turn, prompt: Tensor, seconds: float) -> Turn:
+        """Return a turn with its prompt, seconds and text, which ends before a stop string."""
+        tokens = turn.tokens
         text = str(self.model.tokenizer.decode(tokens, skip_special_tokens=True))
         ends = [text.index(item) for item in self.chat_template.stop if item in text]
         ended = bool(tokens) and tokens[-1] in self.ends["eos_token_id"]
-        content = text[: min(ends, default=len(text))].strip()
-        return Turn(
-            prompt,
-            reply,
-            content,
+        return replace(
+            turn,
+            prompt=prompt,
+            text=text[: min(ends, default=len(text))].strip(),
             new_tokens=len(tokens),
             seconds=seconds,
             cut_off=not ended and not ends,
@@ -341,13 +321,10 @@ def _average(runs: Sequence[Sequence[Turn]]) -> list[Turn]:
     """Return the turns of an answer with the mean times of several runs."""
     found = []
     for same in zip(*runs, strict=True):
-        first, replies = same[0], [turn.reply for turn in same]
-        phases = {
-            name: fmean(item.phases.get(name, 0.0) for item in replies)
-            for name in first.reply.phases
-        }
-        reply = replace(first.reply, phases=phases)
-        found.append(replace(first, reply=reply, seconds=fmean(turn.seconds for turn in same)))
+        first = same[0]
+        phases = {name: fmean(turn.phases.get(name, 0.0) for turn in same) for name in first.phases}
+        seconds = fmean(turn.seconds for turn in same)
+        found.append(replace(first, phases=phases, seconds=seconds))
     return found
 
 

@@ -26,14 +26,20 @@ LOOKUP_TOKENS = 3
 
 
 @dataclass(frozen=True)
-class Reply:
-    """What a method emitted for a prompt; empty fields are not reported."""
+class Turn:
+    """A turn of an answer. A batch knows the first fields; empty ones are not reported."""
 
     tokens: list[int] = field(default_factory=list)  # including the end token
     passes: int | None = 0  # of the target; None if the method does not report it
     accepted: list[int] = field(default_factory=list)  # tokens that each pass emitted
     origins: list[int] = field(default_factory=list)  # Origin of each token
     phases: dict[str, float] = field(default_factory=dict)  # seconds
+    prompt: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))  # [S]
+    text: str = ""  # of the assistant's message
+    new_tokens: int = 0
+    seconds: float = 0.0  # from the step in which it joined the batch
+    cut_off: bool = False  # before an end token or a stop string
+    error: str | None = None  # why it was not answered
 
 
 @dataclass(eq=False)
@@ -52,11 +58,11 @@ class MethodBatch(ABC):
 
     @abstractmethod
     def add(self, prompt: Tensor, max_new_tokens: int, seed: int) -> Hashable:
-        """Add a prompt, ``[S]`` token ids, and return a key that identifies its reply."""
+        """Add a prompt, ``[S]`` token ids, and return a key that identifies its turn."""
 
     @abstractmethod
-    def step(self) -> list[tuple[Hashable, Reply]]:
-        """Continue to decode, and return the replies that ended, with their keys."""
+    def step(self) -> list[tuple[Hashable, Turn]]:
+        """Continue to decode, and return the turns that ended, with their keys."""
 
     @abstractmethod
     def close(self) -> None:
@@ -67,7 +73,7 @@ class MethodBatch(ABC):
 class TreeBatch(MethodBatch):
     """Prompts that join and leave between steps of decoding.
 
-    A reply depends on its prompt and seed only, up to rounding.
+    A turn depends on its prompt and seed only, up to rounding.
     """
 
     def __post_init__(self) -> None:
@@ -91,23 +97,23 @@ class TreeBatch(MethodBatch):
             )
         )
 
-    def step(self) -> list[tuple[Hashable, Reply]]:
+    def step(self) -> list[tuple[Hashable, Turn]]:
         """Take a step, or raise the error of a prompt that cannot be decoded."""
-        replies: list[tuple[Hashable, Reply]] = []
+        turns: list[tuple[Hashable, Turn]] = []
         for answer, chunk in self._batch.step():
             if answer.error is not None:
                 raise answer.error
             if chunk.finished:
                 (accepted,) = answer.stats.accepted
-                reply = Reply(
+                turn = Turn(
                     answer.tokens,
                     passes=len(accepted),
                     accepted=accepted,
                     origins=answer.origins,
                     phases=answer.stats.seconds,
                 )
-                replies.append((answer, reply))
-        return replies
+                turns.append((answer, turn))
+        return turns
 
     def close(self) -> None:
         """Let later batches of the pair use the engines, with their CUDA graphs."""
@@ -142,17 +148,17 @@ class PaddedBatch(MethodBatch):
         self._waiting.append(_Waiting(prompt, max_new_tokens, seed))
         return self._waiting[-1]
 
-    def step(self) -> list[tuple[Hashable, Reply]]:
+    def step(self) -> list[tuple[Hashable, Turn]]:
         calls: dict[int, list[_Waiting]] = {}
         for item in self._waiting:
             calls.setdefault(item.max_new_tokens, []).append(item)
         self._waiting = []
-        return [reply for items in calls.values() for reply in self._decode(items)]
+        return [turn for items in calls.values() for turn in self._decode(items)]
 
     def close(self) -> None:
         """Do nothing: ``generate`` keeps nothing."""
 
-    def _decode(self, items: Sequence[_Waiting]) -> list[tuple[Hashable, Reply]]:
+    def _decode(self, items: Sequence[_Waiting]) -> list[tuple[Hashable, Turn]]:
         model, sampling = self.model, self.config.sampling(items[0].seed)
         end_tokens = self.ends["eos_token_id"]
         padded = model.tokenizer.pad(
@@ -177,12 +183,12 @@ class PaddedBatch(MethodBatch):
                 **self._assistance(),
                 stopping_criteria=StoppingCriteriaList(self.ends["stopping_criteria"]),
             )
-        found: list[tuple[Hashable, Reply]] = []
+        found: list[tuple[Hashable, Turn]] = []
         for item, row in zip(items, sequences[:, padded["input_ids"].shape[1] :], strict=True):
             tokens = row[: _count_new(row, end_tokens, pad)].tolist()
             # Assisted generation takes an unknown number of passes.
             passes = len(tokens) if self.method.assistant is None else None
-            found.append((item, Reply(tokens, passes)))
+            found.append((item, Turn(tokens, passes)))
         return found
 
     def _assistance(self) -> dict[str, Any]:

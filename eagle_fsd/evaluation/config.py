@@ -144,6 +144,11 @@ class EvaluationConfig(SamplingConfig):
                 )
         return self
 
+    @property
+    def answers(self) -> int:
+        """Number of answers to each question."""
+        return self.samples * self.seeds
+
     def sampling(self, seed: int) -> SamplingConfig:
         """Return the sampling options of one call."""
         names = set(SamplingConfig.model_fields)

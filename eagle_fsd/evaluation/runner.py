@@ -147,13 +147,19 @@ class Evaluation(ABC):
         They may depend on ``rows``, the number of prompts decoded at once.
         """
 
-    @abstractmethod
     def inputs(self) -> dict[str, Any]:
-        """Return everything that all answers depend on, as JSON values."""
+        """Return everything that all answers depend on, as JSON values.
+
+        Answers do not depend on the grader, on what counts as lost, and on where servers are. They
+        do not depend on the count either, but a bound that is read again and again while a run
+        grows errs more often than it states.
+        """
+        unused = {"grader", "servers", *MeasureConfig.model_fields}
+        return {key: value for key, value in self.about.items() if key not in unused}
 
     @abstractmethod
-    def answerer(self) -> Answerer[Any]:
-        """Create the answerer."""
+    def answerer(self, **shared: Any) -> Answerer[Any]:
+        """Create the answerer; ``shared`` are the arguments that do not depend on the methods."""
 
     def open(self) -> None:
         """Read the answers of an earlier run."""
@@ -175,17 +181,14 @@ class Evaluation(ABC):
 
     def answer(self, progress: Progress = ignore) -> None:
         """Answer this process's share of the questions, except for those that have answers."""
-        self.answerer().run(self.questions, progress)
-
-    def sharing(self) -> dict[str, Any]:
-        """Return arguments of answerers: options, answer files, and this process's share."""
-        return {
-            "config": self.config,
-            "session": Session(self.folder, self.provenance),
-            "stores": list(self.stores.values()),
-            "process": self.process,
-            "processes": self.processes,
-        }
+        answerer = self.answerer(
+            config=self.config,
+            session=Session(self.folder, self.provenance),
+            stores=list(self.stores.values()),
+            process=self.process,
+            processes=self.processes,
+        )
+        answerer.run(self.questions, progress)
 
     def merge(self) -> dict[str, list[Record]]:
         """Merge the answers of all processes."""
@@ -193,13 +196,16 @@ class Evaluation(ABC):
 
     def report(self, progress: Progress = ignore) -> Report:
         """Score the answers and summarize them in a row per method."""
-        records = self.merge()
-        scores = self._score(records, progress)
-        count = self.config.samples * self.config.seeds
+        records, count = self.merge(), self.config.answers
+        samples = {
+            name: [sample_records(found, sample) for sample in range(count)]
+            for name, found in records.items()
+        }
+        scores = self._score(samples, progress)
         ids = {record["session"] for found in records.values() for record in found}
         sessions = read_sessions(self.folder, ids)
         newest = list(sessions.values())[-1] if sessions else self.provenance
-        self.scores = {name: samples[0] for name, samples in scores.items()}
+        self.scores = {name: found[0] for name, found in scores.items()}
         rows = summarize(list(self.stores), records, self.scores, self.reference)
         share = self.questions[self.process :: self.processes]
         filled = min(self.config.batch, count * len(share))
@@ -208,8 +214,8 @@ class Evaluation(ABC):
         for row in rows:
             name = row["method"]
             row["settings"] = self.describe(name, filled)
-            each = (sample_records(records[name], sample) for sample in range(count))
-            row["harness"] = harness_accuracy(published, list(itertools.chain.from_iterable(each)))
+            every = list(itertools.chain.from_iterable(samples[name]))
+            row["harness"] = harness_accuracy(published, every)
             exact = None if name == self.reference else scores.get(self.reference)
             found = summarize_samples(scores[name], self.config.seeds, exact)
             if count > 1 and found is not None:
@@ -228,14 +234,9 @@ class Evaluation(ABC):
         }
 
     def _score(
-        self, records: Mapping[str, Sequence[Record]], progress: Progress
+        self, samples: Mapping[str, Sequence[Sequence[Record]]], progress: Progress
     ) -> dict[str, list[dict[int | str, bool]]]:
         """Return the scores of each sample of every method's answers."""
-        count = self.config.samples * self.config.seeds
-        samples = {
-            name: [sample_records(found, sample) for sample in range(count)]
-            for name, found in records.items()
-        }
         if isinstance(self.config, MeasureConfig) and not self.scored:
             config, exact = self.config, samples[self.reference]
             return {
@@ -243,7 +244,8 @@ class Evaluation(ABC):
                 for name, own in samples.items()
             }
         run = CachedRunner(self.folder / PROGRAMS_FILE, self.unsafe) if self.execute_code else None
-        total, done = count * sum(map(len, records.values())), itertools.count(1)
+        total = sum(len(sample) for own in samples.values() for sample in own)
+        done = itertools.count(1)
 
         def advance() -> None:
             progress(next(done), total)
@@ -324,12 +326,8 @@ class PairEvaluation(Evaluation):
         model = self.model
         chat = [{"role": "user", "content": "Hello!"}]
         prompt = encode_prompt(chat, model.tokenizer, self.chat_template)[0].tolist()
-        # Answers do not depend on the grader, nor on what counts as lost. They do not depend on the
-        # count either, but a bound that is read again and again while a run grows errs more often
-        # than it states.
-        unused = {"grader", *MeasureConfig.model_fields}
         return {
-            **{key: value for key, value in self.about.items() if key not in unused},
+            **super().inputs(),
             "dtype": str(model.target.dtype),
             "device": model.target.device.type,
             "fingerprint of the chat template": _digest(prompt),
@@ -346,11 +344,9 @@ class PairEvaluation(Evaluation):
                 raise ValueError(f"question {question.question_id!r}: {error}") from error
         super().open()
 
-    def answerer(self) -> PairAnswerer:
+    def answerer(self, **shared: Any) -> PairAnswerer:
         methods, template = list(self.methods.values()), self.chat_template
-        return PairAnswerer(
-            model=self.model, chat_template=template, methods=methods, **self.sharing()
-        )
+        return PairAnswerer(model=self.model, chat_template=template, methods=methods, **shared)
 
     def report(self, progress: Progress = ignore) -> Report:
         """See :meth:`Evaluation.report`; processes that share a target have the same report."""

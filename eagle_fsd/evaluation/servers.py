@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.answering import Answerer, Conversation, Turn
-from eagle_fsd.evaluation.batches import Reply
+from eagle_fsd.evaluation.answering import Answerer, Conversation
+from eagle_fsd.evaluation.batches import Turn
 from eagle_fsd.evaluation.certificate import (
     Verdict,
     certificate_of,
@@ -107,7 +107,7 @@ class ServerAnswerer(Answerer[ComparedServer]):
         If the server fails, the answers that were complete are yielded before ServerError is
         raised.
         """
-        answers = self.conversations(questions, self.samples)
+        answers = self.conversations(questions, self.config.answers)
         begin, seconds = time.perf_counter(), 0.0
         failure: BaseException | None = None
         try:
@@ -117,7 +117,7 @@ class ServerAnswerer(Answerer[ComparedServer]):
             failure = error
         kept, turns = [], []
         for at, question in enumerate(questions):
-            samples = answers[at * self.samples : (at + 1) * self.samples]
+            samples = answers[at * self.config.answers : (at + 1) * self.config.answers]
             if all(len(item.turns) == len(question.turns) for item in samples):
                 kept.append(question)
                 turns += [list(item.turns) for item in samples]
@@ -158,7 +158,7 @@ class ServerAnswerer(Answerer[ComparedServer]):
             raise
         seconds = time.perf_counter() - begin
         return Turn(
-            reply=Reply(passes=None),
+            passes=None,
             text=text.strip(),
             new_tokens=tokens,
             seconds=seconds,
@@ -190,11 +190,7 @@ class ServerEvaluation(Evaluation):
         server = self.servers[name]
         return {"method": "server", "model": server.endpoint.model, "engine": server.owner}
 
-    def inputs(self) -> dict[str, Any]:
-        unused = ("grader", "servers")
-        return {key: value for key, value in self.about.items() if key not in unused}
-
-    def answerer(self) -> ServerAnswerer:
+    def answerer(self, **shared: Any) -> ServerAnswerer:
         """Return what answers the questions, and warn about answers of an earlier run."""
         for name, store in self.stores.items():
             if store.records:
@@ -204,7 +200,7 @@ class ServerEvaluation(Evaluation):
                     len(store.records),
                     name,
                 )
-        return ServerAnswerer(methods=list(self.servers.values()), **self.sharing())
+        return ServerAnswerer(methods=list(self.servers.values()), **shared)
 
 
 def evaluate_servers(
