@@ -83,27 +83,24 @@ class Answerer(ABC, Generic[M]):
     session: Session
     methods: Sequence[M] = ()
     stores: Sequence[AnswerStore] = ()
-    process: int = 0
-    processes: int = 1
 
     def run(
         self, questions: Sequence[Question], progress: Progress = lambda done, total: None
     ) -> None:
-        """Answer this process's share of the questions, except for those that have answers."""
-        share = questions[self.process :: self.processes]
-        size, count = self.group_size(len(share)), len(self.methods)
+        """Answer questions, except for those that have answers."""
+        size, count = self.group_size(len(questions)), len(self.methods)
         work: list[tuple[int, int, list[Question]]] = []
-        for number, start in enumerate(range(0, len(share), size)):
+        for number, start in enumerate(range(0, len(questions), size)):
             for step in range(count):
                 method = (number + step) % count
                 group = [
                     question
-                    for question in share[start : start + size]
+                    for question in questions[start : start + size]
                     if question.question_id not in self.stores[method]
                 ]
                 if group:
                     work.append((method, number, group))
-        total = len(share) * count
+        total = len(questions) * count
         done = total - sum(len(group) for _, _, group in work)
         first: dict[int, list[Question]] = {}
         for method, _, group in work:
@@ -139,40 +136,39 @@ class Answerer(ABC, Generic[M]):
 
     def records(
         self,
-        questions: Sequence[Question],
-        answers: Sequence[Sequence[Turn]],
+        answers: Sequence[Conversation],
         method: M,
         group: int,
         seconds: float,
         memory: int | None = None,
     ) -> list[Record]:
-        """Return the records of a group, given the turns of each sample of each question in order.
+        """Return the records of a group, given all samples of the answers to its questions.
 
         The group's ``seconds``, as ``wall_time``, are divided in proportion to the time that each
         turn took, its ``latency``.
         """
-        total = sum(turn.seconds for turns in answers for turn in turns)
+        total = sum(turn.seconds for answer in answers for turn in answer.turns)
         share = seconds / total if total else 0.0
-        choices = []
-        for row, turns in enumerate(answers):
-            choice: dict[str, Any] = {"index": row % self.config.answers}
-            for turn in turns:
+        records: dict[int | str, Record] = {}
+        for answer in answers:
+            question = answer.question
+            if question.question_id not in records:
+                records[question.question_id] = {
+                    "question_id": question.question_id,
+                    "category": question.category,
+                    "answer_id": uuid.uuid4().hex[:22],
+                    "model_id": method.name,
+                    "session": self.session.begin(),
+                    "batch": group,
+                    "choices": [],
+                    "tstamp": time.time(),
+                }
+            choice: dict[str, Any] = {"index": answer.sample}
+            for turn in answer.turns:
                 for name, value in self._values(turn, share, memory).items():
                     choice.setdefault(name, []).append(value)
-            choices.append(choice)
-        return [
-            {
-                "question_id": question.question_id,
-                "category": question.category,
-                "answer_id": uuid.uuid4().hex[:22],
-                "model_id": method.name,
-                "session": self.session.begin(),
-                "batch": group,
-                "choices": choices[row * self.config.answers : (row + 1) * self.config.answers],
-                "tstamp": time.time(),
-            }
-            for row, question in enumerate(questions)
-        ]
+            records[question.question_id]["choices"].append(choice)
+        return list(records.values())
 
     def _values(self, turn: Turn, share: float, memory: int | None) -> dict[str, Any]:
         """Return the recorded values of a turn, of whose seconds ``share`` counts as its own."""
@@ -233,13 +229,14 @@ class PairAnswerer(Answerer[Method]):
         self.memory.start()
         runs = [self._converse(questions, method, self.config.answers) for _ in range(repeats)]
         memory = self.memory.read()
-        answers = [_average(same) for same in zip(*(found for found, _ in runs), strict=True)]
+        for first, *others in zip(*(answers for answers, _ in runs), strict=True):
+            first.turns = _average([first.turns, *(other.turns for other in others)])
         seconds = fmean(seconds for _, seconds in runs)
-        return self.records(questions, answers, method, group, seconds=seconds, memory=memory)
+        return self.records(runs[0][0], method, group, seconds=seconds, memory=memory)
 
     def _converse(
         self, questions: Sequence[Question], method: Method, samples: int
-    ) -> tuple[list[list[Turn]], float]:
+    ) -> tuple[list[Conversation], float]:
         """Answer questions in one batch, in which each turn takes the place of the one before.
 
         Also returns the seconds that decoding took.
@@ -261,7 +258,7 @@ class PairAnswerer(Answerer[Method]):
                         key = batch.add(prompt, limit, self.seed(answer))
                         running[key] = answer, prompt, seconds
                 if not running:
-                    return [answer.turns for answer in answers], seconds
+                    return answers, seconds
                 begin = time.perf_counter()
                 ended = batch.step()
                 seconds += time.perf_counter() - begin
@@ -349,10 +346,9 @@ def answer_log_probs(target: Target, prompt: Tensor, answer: Tensor) -> tuple[Te
     output = target.model.base_model(input_ids=ids[None], use_cache=False)
     features = output.last_hidden_state[0, len(prompt) - 1 : -1].to(target.device)
     own, best = [], []
-    for start in range(0, len(answer), LIKELIHOOD_CHUNK):
-        chunk = slice(start, start + LIKELIHOOD_CHUNK)
-        log_probs = target.project(features[chunk]).log_softmax(-1)
-        tokens = answer[chunk, None].to(log_probs.device)
-        own.append(log_probs.gather(1, tokens)[:, 0].double().cpu())
+    chunks = zip(features.split(LIKELIHOOD_CHUNK), answer.split(LIKELIHOOD_CHUNK), strict=True)
+    for part, tokens in chunks:
+        log_probs = target.project(part).log_softmax(-1)
+        own.append(log_probs.gather(1, tokens[:, None].to(log_probs.device))[:, 0].double().cpu())
         best.append(log_probs.amax(-1).double().cpu())
     return torch.cat(own), torch.cat(best)

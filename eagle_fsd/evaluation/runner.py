@@ -136,6 +136,11 @@ class Evaluation(ABC):
         self.scores: dict[str, dict[int | str, bool]] = {}
 
     @property
+    def share(self) -> list[Question]:
+        """The questions that this process answers."""
+        return self.questions[self.process :: self.processes]
+
+    @property
     def scored(self) -> bool:
         """Whether answers are scored as right or wrong, not compared with exact decoding's."""
         return not isinstance(self.config, MeasureConfig) or self.config.measure == "accuracy"
@@ -185,10 +190,8 @@ class Evaluation(ABC):
             config=self.config,
             session=Session(self.folder, self.provenance),
             stores=list(self.stores.values()),
-            process=self.process,
-            processes=self.processes,
         )
-        answerer.run(self.questions, progress)
+        answerer.run(self.share, progress)
 
     def merge(self) -> dict[str, list[Record]]:
         """Merge the answers of all processes."""
@@ -207,8 +210,7 @@ class Evaluation(ABC):
         newest = list(sessions.values())[-1] if sessions else self.provenance
         self.scores = {name: found[0] for name, found in scores.items()}
         rows = summarize(list(self.stores), records, self.scores, self.reference)
-        share = self.questions[self.process :: self.processes]
-        filled = min(self.config.batch, count * len(share))
+        filled = min(self.config.batch, count * len(self.share))
         # Users' own questions do not ask for the marker that the harness's filters look for.
         published = [item for item in self.questions if not item.own]
         for row in rows:

@@ -115,13 +115,13 @@ class ServerAnswerer(Answerer[ComparedServer]):
                 seconds = time.perf_counter() - begin
         except (ServerError, KeyboardInterrupt) as error:
             failure = error
-        kept, turns = [], []
-        for at, question in enumerate(questions):
-            samples = answers[at * self.config.answers : (at + 1) * self.config.answers]
-            if all(len(item.turns) == len(question.turns) for item in samples):
-                kept.append(question)
-                turns += [list(item.turns) for item in samples]
-        yield from self.records(kept, turns, method, group=group, seconds=seconds)
+        incomplete = {
+            item.question.question_id
+            for item in answers
+            if len(item.turns) < len(item.question.turns)
+        }
+        kept = [item for item in answers if item.question.question_id not in incomplete]
+        yield from self.records(kept, method, group, seconds=seconds)
         if failure is not None:
             raise failure
 
