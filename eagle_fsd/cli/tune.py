@@ -63,7 +63,7 @@ def tune(
             out.print()
         for sentence in tuning.conclusions():
             out.print(sentence, soft_wrap=True)
-        state = "The result is" if tuning.complete else "Interrupted; what was measured is"
+        state = "The result is" if tuning.settings else "Interrupted; what was measured is"
         err.print(f"{state} in {request.output_folder('tune')}.", style="dim", soft_wrap=True)
 
     run(

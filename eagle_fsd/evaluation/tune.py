@@ -55,32 +55,26 @@ class BatchTree:
 
 @dataclass
 class Tuning:
-    """The result of :func:`tune`, which may be incomplete.
+    """The result of :func:`tune`, which is complete once it has settings.
 
-    ``about`` says what was tuned, and how. ``batch`` holds the lossless trees by the number of
-    prompts that are decoded at once, and ``settings`` the contents of ``fsd.json``, once the trees
-    are known.
+    ``about`` says what was tuned, and how. ``search`` holds the trees of exact decoding, then those
+    of the pair's acceptance settings, ``batch`` the lossless trees by the number of prompts that
+    are decoded at once, and ``settings`` the contents of ``fsd.json``.
     """
 
     about: dict[str, Any]
     search: TreeSearch
     batch: dict[int, BatchTree] = field(default_factory=dict)
     settings: dict[str, Any] | None = None
-    complete: bool = False
-
-    @property
-    def methods(self) -> list[TreeRace]:
-        """The methods, exact decoding first."""
-        return self.search.races
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as JSON values; times are in seconds."""
         costs = self.search.costs
         return {
-            "complete": self.complete,
+            "complete": self.settings is not None,
             "conclusions": self.conclusions(),
             "costs": None if costs is None else asdict(costs),
-            "methods": {item.method.name: race_values(item) for item in self.methods},
+            "methods": {item.method.name: race_values(item) for item in self.search.races},
             "batch": {
                 str(rows): {**asdict(found), "tree": found.tree.model_dump()}
                 for rows, found in self.batch.items()
@@ -91,7 +85,7 @@ class Tuning:
 
     def conclusions(self) -> list[str]:
         """Return the outcome in sentences."""
-        found = [race_sentence(item) for item in self.methods if item.trees]
+        found = [race_sentence(item) for item in self.search.races if item.trees]
         found += [
             f"For {rows} prompts at once, lossless decoding with the tree {shape(item.tree)} is"
             f" predicted to be {item.over_plain:.2f} times as fast as plain decoding."
@@ -118,7 +112,7 @@ class Tuning:
                 number_text(row["predicted_tau"], ".2f"),
                 number_text(row["over"].get("plain", {}).get("value"), ".2f"),
             ]
-            for item in self.methods
+            for item in self.search.races
             for row in race_values(item)["finalists"]
         ]
         headers = ["method", "tree", "tokens/s", "predicted", "tau", "predicted", "x plain"]
@@ -228,10 +222,9 @@ def tune(
             if config.batch == 1:
                 tuning.batch = batch_trees(search)
             tuning.settings = tuned_settings(tuning, request)
-            tuning.complete = True
         finally:  # also after Ctrl-C
             atomic_write(folder / RESULT_FILE, json.dumps(tuning.as_dict(), indent=2) + "\n")
-            for file in files if tuning.complete else ():
+            for file in files if tuning.settings is not None else ():
                 atomic_write(file, json.dumps(tuning.settings, indent=2) + "\n")
             if on_result is not None:
                 on_result(tuning)
@@ -275,11 +268,11 @@ def batch_trees(search: TreeSearch) -> dict[int, BatchTree]:
 
 def tuned_settings(tuning: Tuning, request: EvaluationRequest) -> dict[str, Any]:
     """Return the contents of ``fsd.json``; lossless trees are stored by the number of prompts."""
-    model = tuning.search.workload.model
+    model, races = tuning.search.workload.model, tuning.search.races
     pair = copy.copy(model)
-    pair.tree = tuning.methods[-1].tree
+    pair.tree = races[-1].tree
     batches = {rows: item.tree for rows, item in tuning.batch.items()}
-    lossless = {tuning.about["about"]["batch"]: tuning.methods[0].tree, **batches}
+    lossless = {tuning.about["about"]["batch"]: races[0].tree, **batches}
     about = {
         "made_by": "eagle-fsd tune",
         "conclusions": tuning.conclusions(),

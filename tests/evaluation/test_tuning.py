@@ -409,7 +409,7 @@ def test_tune_writes_trees_that_the_pair_loads(
     tuning = tune(request, CONFIG, install=True, on_result=shown.append)
     assert (out / "lengths.jsonl").read_bytes() == recorded
     assert shown == [tuning]
-    assert [item.method.name for item in tuning.methods] == ["exact", "fsd"]
+    assert [item.method.name for item in tuning.search.races] == ["exact", "fsd"]
     written = json.loads((out / "tune.json").read_text())
     assert written["complete"]
     assert len(written["conclusions"]) == 4
@@ -419,7 +419,7 @@ def test_tune_writes_trees_that_the_pair_loads(
     settings = read_settings(head / "fsd.json")
     assert settings == read_settings(out / "fsd.json")
     pair = EagleFSD.from_pretrained(drafter=head)
-    exact, fsd = tuning.methods
+    exact, fsd = tuning.search.races
     assert (pair.exact_tree, pair.tree) == (exact.tree, fsd.tree)
     assert pair.batch_trees == {rows: item.tree for rows, item in tuning.batch.items()}
     assert pair.acceptance == EagleFSD.from_pretrained().acceptance
