@@ -185,7 +185,7 @@ class PaddedBatch(MethodBatch):
             )
         found: list[tuple[Hashable, Turn]] = []
         for item, row in zip(items, sequences[:, padded["input_ids"].shape[1] :], strict=True):
-            tokens = row[: _count_new(row, end_tokens, pad)].tolist()
+            tokens = _without_padding(row.tolist(), end_tokens, pad)
             # Assisted generation takes an unknown number of passes.
             passes = len(tokens) if self.method.assistant is None else None
             found.append((item, Turn(tokens, passes)))
@@ -221,15 +221,15 @@ def _find_padding(model: EagleFSD, eos_token_ids: Sequence[int]) -> int | None:
     return min(usable, key=lambda item: item in eos_token_ids, default=None)
 
 
-def _count_new(new: Tensor, eos_token_ids: Sequence[int], pad: int | None) -> int:
-    """Count the tokens of a row up to its first end token, inclusive, or else up to its padding.
+def _without_padding(tokens: list[int], eos_token_ids: Sequence[int], pad: int | None) -> list[int]:
+    """Return the tokens of a row up to its first end token, inclusive, or else up to its padding.
 
     A row that ended with a stop string is padded. If the padding token is itself an end token, one
-    padding token is counted.
+    padding token is kept.
     """
-    ends = torch.tensor(list(eos_token_ids), dtype=new.dtype, device=new.device)
-    found = torch.isin(new, ends).nonzero()
-    if len(found):
-        return int(found[0]) + 1
-    kept = (new != pad).nonzero() if pad is not None else torch.tensor([[len(new) - 1]])
-    return int(kept[-1]) + 1 if len(kept) else 0
+    for count, token in enumerate(tokens, 1):
+        if token in eos_token_ids:
+            return tokens[:count]
+    while tokens and tokens[-1] == pad:
+        tokens.pop()
+    return tokens
