@@ -8,25 +8,28 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteriaList
 
 from eagle_fsd.evaluation.answer_store import AnswerStore, Record, Session
-from eagle_fsd.evaluation.batches import MethodBatch, PaddedBatch, TreeBatch, Turn
 from eagle_fsd.evaluation.completion import answer_ends
 from eagle_fsd.evaluation.config import BenchConfig, CalibrationConfig, EvaluationConfig
 from eagle_fsd.evaluation.memory import PeakMemory
 from eagle_fsd.evaluation.methods import Method, fresh_pair, synchronize
+from eagle_fsd.evaluation.padded_batch import PaddedBatch
 from eagle_fsd.evaluation.questions.question import Message, Question
+from eagle_fsd.model.batch import Batch
 from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.model.request import Answer, Decision, Request
 from eagle_fsd.model.target import Target
-from eagle_fsd.model.verify import Origin
+from eagle_fsd.model.verify import AcceptanceRule, Origin
 from eagle_fsd.utils.chat_templates import ChatTemplate, encode_prompt
 from eagle_fsd.utils.progress import Progress
 
@@ -48,6 +51,26 @@ class Named(Protocol):
 
 
 M = TypeVar("M", bound=Named)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of an answer, timed from the step in which it joined the batch.
+
+    Fields that are empty are not reported.
+    """
+
+    prompt: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # including the end token
+    passes: int | None = 0  # of the target; None if the method does not report it
+    accepted: list[int] = field(default_factory=list)  # tokens that each pass emitted
+    origins: list[int] = field(default_factory=list)  # Origin of each token
+    phases: dict[str, float] = field(default_factory=dict)  # seconds
+    text: str = ""  # of the assistant's message
+    new_tokens: int = 0
+    seconds: float = 0.0
+    cut_off: bool = False  # before an end token or a stop string
+    error: str | None = None  # why it was not answered
 
 
 class Conversation:
@@ -181,7 +204,7 @@ class Answerer(ABC, Generic[M]):
             "latency": turn.seconds,
             "accepted": turn.accepted,
             "origins": turn.origins,
-            "prompt_ids": turn.prompt.tolist(),
+            "prompt_ids": turn.prompt,
             "token_ids": turn.tokens,
             "log_likelihood": likelihood,
             "regrets": regrets,
@@ -241,11 +264,15 @@ class PairAnswerer(Answerer[Method]):
 
         Also returns the seconds that decoding took.
         """
-        kind: type[MethodBatch] = PaddedBatch if method.decoder == "hf" else TreeBatch
-        batch = kind(self._pair(method), method, self.config, self.ends)
-        answers = self.conversations(questions, samples)
+        pair, rows = method.pair_for(self._pair(method)), self.config.batch
+        rule, answers = method.rule_for(pair), self.conversations(questions, samples)
+        batch: Batch | PaddedBatch
+        if method.decoder == "hf":
+            batch = PaddedBatch(pair, method, rows)
+        else:
+            batch = pair.batch(rows, compiled_rows=rows)
         waiting, seconds = deque(answers), 0.0
-        running: dict[Hashable, tuple[Conversation, Tensor, float]] = {}
+        running: dict[Answer, tuple[Conversation, float]] = {}
         synchronize(self.model)
         with closing(batch):
             while True:
@@ -253,19 +280,44 @@ class PairAnswerer(Answerer[Method]):
                     answer = waiting.popleft()
                     prompt = self._next_prompt(answer)
                     if prompt is not None:
-                        room = self.model.target.context_length - len(prompt)
-                        limit = min(room, self.config.max_new_tokens)
-                        key = batch.add(prompt, limit, self.seed(answer))
-                        running[key] = answer, prompt, seconds
+                        request = self._request(pair, method, rule, prompt, seed=self.seed(answer))
+                        running[batch.add(request)] = answer, seconds
                 if not running:
                     return answers, seconds
                 begin = time.perf_counter()
-                ended = batch.step()
+                decoded = batch.step()
                 seconds += time.perf_counter() - begin
-                for key, turn in ended:
-                    answer, prompt, joined = running.pop(key)
-                    answer.answer(self._complete(turn, prompt, seconds - joined))
-                    waiting.appendleft(answer)
+                for row, _ in decoded:
+                    if row.error is not None:
+                        raise row.error
+                    if row.finished:
+                        answer, joined = running.pop(row)
+                        answer.answer(self._turn(row, method, seconds - joined))
+                        waiting.appendleft(answer)
+
+    def _request(
+        self,
+        pair: EagleFSD,
+        method: Method,
+        rule: AcceptanceRule | None,
+        prompt: Tensor,
+        seed: int,
+    ) -> Request:
+        """Return the request to continue a prompt, ``[S]``."""
+        room, sampling = self.model.target.context_length - len(prompt), self.config.sampling(seed)
+        limit = min(room, self.config.max_new_tokens)
+        if method.decoder == "hf":
+            return Request(
+                prompt.tolist(),
+                limit,
+                Decision.of(sampling),
+                key=seed,
+                eos_token_ids=self.ends["eos_token_id"],
+                criteria=StoppingCriteriaList(self.ends["stopping_criteria"]),
+            )
+        return pair.request(
+            prompt, limit, sampling=sampling, rule=rule, method=method.decoder, **self.ends
+        )
 
     def _next_prompt(self, answer: Conversation) -> Tensor | None:
         """Return the prompt of the next turn, ``[S]``, skipping those that fill the context.
@@ -295,18 +347,26 @@ class PairAnswerer(Answerer[Method]):
         left_out = isinstance(self.config, CalibrationConfig) and self.config.measure != "regret"
         if not turn.tokens or left_out:
             return None, [None] * len(fuzzy)
-        own, best = answer_log_probs(self.model.target, turn.prompt, torch.tensor(turn.tokens))
+        prompt, answer = torch.tensor(turn.prompt), torch.tensor(turn.tokens)
+        own, best = answer_log_probs(self.model.target, prompt, answer)
         return float(own.mean()), [max(0.0, float(best[at] - own[at])) for at in fuzzy]
 
-    def _complete(self, turn: Turn, prompt: Tensor, seconds: float) -> Turn:
-        """Return a turn with its prompt, seconds and text, which ends before a stop string."""
-        tokens = turn.tokens
+    def _turn(self, answer: Answer, method: Method, seconds: float) -> Turn:
+        """Return the turn that an answer is, whose text ends before a stop string."""
+        tokens, (accepted,) = answer.tokens, answer.stats.accepted
         text = str(self.model.tokenizer.decode(tokens, skip_special_tokens=True))
         ends = [text.index(item) for item in self.chat_template.stop if item in text]
         ended = bool(tokens) and tokens[-1] in self.ends["eos_token_id"]
-        return replace(
-            turn,
-            prompt=prompt,
+        passes: int | None = len(accepted)
+        if method.decoder == "hf":  # assisted generation takes an unknown number of passes
+            passes = len(tokens) if method.assistant is None else None
+        return Turn(
+            prompt=answer.request.tokens,
+            tokens=tokens,
+            passes=passes,
+            accepted=accepted,
+            origins=answer.origins,
+            phases=answer.stats.seconds,
             text=text[: min(ends, default=len(text))].strip(),
             new_tokens=len(tokens),
             seconds=seconds,

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.answering import Answerer, Conversation
-from eagle_fsd.evaluation.batches import Turn
+from eagle_fsd.evaluation.answering import Answerer, Conversation, Turn
 from eagle_fsd.evaluation.certificate import (
     Verdict,
     certificate_of,
