@@ -45,27 +45,12 @@ class Problem:
     steps: int
 
 
-@dataclass(frozen=True)
-class _Person:
-    """A name and its pronouns."""
-
-    name: str
-    he: str
-    his: str
+#: Values of template fields, by name.
+_Fields = dict[str, str]
 
 
-@dataclass(frozen=True)
-class _Thing:
-    """A kind of object: its plural, its container (singular and plural), and how it is obtained."""
-
-    things: str
-    box: str
-    boxes: str
-    action: str
-
-
-def _people(names: str, he: str, his: str) -> list[_Person]:
-    return [_Person(name, he, his) for name in names.split()]
+def _people(names: str, he: str, his: str) -> list[_Fields]:
+    return [{"name": name, "he": he, "his": his} for name in names.split()]
 
 
 PEOPLE = _people(
@@ -80,8 +65,9 @@ PEOPLE = _people(
     "his",
 )
 
-THINGS = [
-    _Thing(*row.split(", "))
+#: A kind of objects: their plural, their container, and how they are obtained.
+THINGS: list[_Fields] = [
+    dict(zip(("things", "box", "boxes", "buys"), row.split(", "), strict=True))
     for row in """pencils, box, boxes, buys
 apples, basket, baskets, picks
 marbles, bag, bags, buys
@@ -127,47 +113,43 @@ class _Story:
     ``people`` are the person that the story is about, and a friend; by default, they are drawn.
     """
 
-    def __init__(self, rng: random.Random, people: Sequence[_Person] | None = None) -> None:
+    def __init__(self, rng: random.Random, people: Sequence[_Fields] | None = None) -> None:
         self.rng = rng
         drawn = rng.sample(PEOPLE, 2)
         who, friend = people or drawn
         thing = rng.choice(THINGS)
         self.fields: dict[str, object] = {
-            "name": who.name,
-            "he": who.he,
-            "his": who.his,
-            "friend": friend.name,
-            "things": thing.things,
-            "box": thing.box,
-            "boxes": thing.boxes,
-            "buys": thing.action,
+            **who,
+            **thing,
+            "friend": friend["name"],
             "setting": rng.choice(SETTINGS),
+            "unit": thing["things"],
         }
-        self.unit = thing.things
         self.quantity = 0
         self.question: list[str] = []
         self.answer: list[str] = []
 
     def say(self, template: str, **numbers: int) -> str:
-        """Expand a template."""
+        """Expand a template; the numbers are fields of later templates, too."""
+        self.fields.update(numbers)
         while match := _CHOICE.search(template):
             choice = self.rng.choice(match.group(1).split("|"))
             template = template[: match.start()] + choice + template[match.end() :]
-        return " ".join(template.format(**self.fields, **numbers).split())
+        return " ".join(template.format(**self.fields).split())
 
     def tell(self, template: str, **numbers: int) -> None:
         """Add a sentence to the question."""
         sentence = self.say(template, **numbers)
         self.question.append(sentence[0].upper() + sentence[1:])
 
-    def work(self, reason: str, left: int, sign: str, right: int, unit: str | None = None) -> int:
-        """Add an equation to the answer and return the result of ``left sign right``."""
+    def work(self, reason: str, left: int, sign: str, right: int) -> int:
+        """Add an equation with its reason, a template, to the answer; return the result."""
         result = _OPERATIONS[sign](left, right)
+        reason = self.say(reason)
         opener = _FIRST if not self.answer else _NEXT
         link = "[, so we have|, which makes|, and that gives|, so it becomes|:|, giving]"
-        tail = f"[ {unit or self.unit}|]"
         equation = f"{left} {sign} {right} = {result}"
-        self.answer.append(self.say(f"{opener} {reason}{link} {equation}{tail}."))
+        self.answer.append(self.say(f"{opener} {reason}{link} {equation}[ {{unit}}|]."))
         return result
 
 
@@ -198,11 +180,7 @@ def _start_boxes(story: _Story) -> int:
         a=a,
         b=b,
     )
-    reason = story.say(
-        "[{name} has|there are|we count|{he} has] {a} {boxes} [of|with] {b} [{things}|each]",
-        a=a,
-        b=b,
-    )
+    reason = "[{name} has|there are|we count|{he} has] {a} {boxes} [of|with] {b} [{things}|each]"
     story.quantity = story.work(reason, a, "*", b)
     return 1
 
@@ -216,9 +194,7 @@ def _start_two_days(story: _Story) -> int:
         a=a,
         b=b,
     )
-    reason = story.say(
-        "[we add|{name} {buys}|we count|there are] [both {a} and {b}|{a} and {b}]", a=a, b=b
-    )
+    reason = "[we add|{name} {buys}|we count|there are] [both {a} and {b}|{a} and {b}]"
     story.quantity = story.work(reason, a, "+", b)
     return 1
 
@@ -231,10 +207,7 @@ def _gain(story: _Story) -> int:
         "is given {k} more] {things}[ from {friend}|].",
         k=k,
     )
-    reason = story.say(
-        "[{name}|{he}] [gets|finds|receives|adds] {k} [more|extra|new] [{things}|]",
-        k=k,
-    )
+    reason = "[{name}|{he}] [gets|finds|receives|adds] {k} [more|extra|new] [{things}|]"
     story.quantity = story.work(reason, story.quantity, "+", k)
     return 1
 
@@ -248,10 +221,7 @@ def _lose(story: _Story) -> int:
         "gives away {k} {things}|hands {k} {things} to {friend}|uses {k} {things}].",
         k=k,
     )
-    reason = story.say(
-        "[{name}|{he}] [gives away|loses|hands over|parts with] {k} [{things}|of them|]",
-        k=k,
-    )
+    reason = "[{name}|{he}] [gives away|loses|hands over|parts with] {k} [{things}|of them|]"
     story.quantity = story.work(reason, story.quantity, "-", k)
     return 1
 
@@ -268,9 +238,7 @@ def _multiply(story: _Story) -> int:
         f"{_THEN} [{{name}}|{{he}}] [works hard and has|is lucky and ends up with|trades until"
         f" {{he}} has] {_TIMES[k]} as many {{things}}."
     )
-    reason = story.say(
-        f"[{{name}}|{{he}}] [now has|reaches|gets to|counts] {_TIMES[k]} as many [{{things}}|]"
-    )
+    reason = f"[{{name}}|{{he}}] [now has|reaches|gets to|counts] {_TIMES[k]} as many [{{things}}|]"
     story.quantity = story.work(reason, story.quantity, "*", k)
     return 1
 
@@ -286,10 +254,7 @@ def _share(story: _Story) -> int:
         "divides the {things} into {k} equal piles and keeps one pile].",
         k=k,
     )
-    reason = story.say(
-        "[{name}|{he}] [splits|shares|divides] [them|the {things}|everything] [by|in|into] {k}",
-        k=k,
-    )
+    reason = "[{name}|{he}] [splits|shares|divides] [them|the {things}|everything] [by|in|into] {k}"
     story.quantity = story.work(reason, story.quantity, "/", k)
     return 1
 
@@ -304,15 +269,9 @@ def _gain_boxes(story: _Story) -> int:
         a=a,
         b=b,
     )
-    reason = story.say(
-        "[the|all the] [new|extra|other] {boxes} hold [{a} times {b}|{a} by {b}]",
-        a=a,
-        b=b,
-    )
+    reason = "[the|all the] [new|extra|other] {boxes} hold [{a} times {b}|{a} by {b}]"
     more = story.work(reason, a, "*", b)
-    reason = story.say(
-        "[we|{name} can|we can] [add|include|count] [them|these|the new ones] [too|as well|]"
-    )
+    reason = "[we|{name} can|we can] [add|include|count] [them|these|the new ones] [too|as well|]"
     story.quantity = story.work(reason, story.quantity, "+", more)
     return 2
 
@@ -342,12 +301,9 @@ def _close_sell(story: _Story) -> int:
         "[How many dollars does {name} get|How much money does {name} make|"
         "How many dollars is that [in all|in total]]?"
     )
-    reason = story.say(
-        "[{name}|{he}] [sells|trades] [them|each one|everything] [at|for] {p} dollars",
-        p=price,
-    )
-    story.quantity = story.work(reason, story.quantity, "*", price, unit="dollars")
-    story.unit = "dollars"
+    story.fields["unit"] = "dollars"
+    reason = "[{name}|{he}] [sells|trades] [them|each one|everything] [at|for] {p} dollars"
+    story.quantity = story.work(reason, story.quantity, "*", price)
     return 1
 
 
@@ -365,9 +321,9 @@ def _close_together(story: _Story) -> int:
         "[How many {things} do they have together|How many {things} do {name} and {friend} have"
         " [in all|in total|together]]?"
     )
-    reason = story.say(f"{{friend}} [has|owns|holds] {{k}} {word}[ than {{name}}|]", k=k)
+    reason = f"{{friend}} [has|owns|holds] {{k}} {word}[ than {{name}}|]"
     other = story.work(reason, story.quantity, "+" if more else "-", k)
-    reason = story.say(
+    reason = (
         "[we|we can|now we] [add|join|put together] [both|the two|their] [parts|numbers|amounts]"
     )
     story.quantity = story.work(reason, story.quantity, "+", other)
@@ -385,7 +341,7 @@ _CONCLUSION = (
 )
 
 
-def generate_problem(rng: random.Random, people: Sequence[_Person] | None = None) -> Problem:
+def generate_problem(rng: random.Random, people: Sequence[_Fields] | None = None) -> Problem:
     """Generate one problem of either split.
 
     ``people`` are the person that the story is about, and a friend; by default, they are drawn. The
@@ -408,7 +364,7 @@ def generate_problem(rng: random.Random, people: Sequence[_Person] | None = None
         steps += close(story)
         if steps != wanted or len(story.question) == before or story.quantity > MAX_RESULT:
             continue
-        conclusion = story.say(_CONCLUSION.replace("{unit}", story.unit), n=story.quantity)
+        conclusion = story.say(_CONCLUSION, n=story.quantity)
         answer = " ".join([*story.answer, conclusion]) + f"\n#### {story.quantity}"
         return Problem(" ".join(story.question), answer, story.quantity, steps)
 

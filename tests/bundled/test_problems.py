@@ -95,7 +95,7 @@ def test_splits_are_disjoint() -> None:
 
 def test_edited_problems_differ_in_names_and_pronouns_only() -> None:
     """All versions belong to the split, and a larger count extends the list."""
-    names = {person.name for person in PEOPLE}
+    names = {person["name"] for person in PEOPLE}
 
     def masked(text: str) -> str:
         text = re.sub(r"\b(she|he|her|his)\b", "PRONOUN", text, flags=re.IGNORECASE)
