@@ -45,7 +45,7 @@ from eagle_fsd.train.training_folder import TrainingError, TrainingFolder
 from eagle_fsd.train.validation import decode_validation, validation_losses, validation_prompts
 from eagle_fsd.utils.errors import is_out_of_memory
 from eagle_fsd.utils.progress import ProgressFactory, no_progress
-from eagle_fsd.utils.signals import StopSignals, interrupt_on_second_signal
+from eagle_fsd.utils.signals import StopSignals
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class Trainer:
                 self.on_metrics({"kind": "start", "step": self.step, "steps": self.steps, **read})
         if self.step >= self.steps and not self.folder.is_validated(self.step):
             self._validate()  # a lower limit ended the training at this checkpoint
-        with StopSignals(interrupt_on_second_signal("this step")) as signals:
+        with StopSignals("this step") as signals:
             batches = self._batches()
             while self.step < self.steps:
                 start = time.monotonic()

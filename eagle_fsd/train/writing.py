@@ -29,7 +29,7 @@ from eagle_fsd.train.loaded_target import LoadedTarget
 from eagle_fsd.utils.chat_api import ChatClient, Endpoint, EndpointError, map_concurrently
 from eagle_fsd.utils.files import atomic_write, read_jsonl, truncate_partial_line
 from eagle_fsd.utils.options import OptionsError
-from eagle_fsd.utils.signals import StopSignals, interrupt_on_second_signal
+from eagle_fsd.utils.signals import StopSignals
 
 #: Options missing from fingerprints of earlier versions, with the values that those versions used.
 _LATER_OPTIONS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -224,8 +224,7 @@ class ServerWriter:
         try:
             client = ChatClient(self.endpoint, self.on_tokens)
             written = map_concurrently(finish, begin(), self.concurrency)
-            stop = interrupt_on_second_signal("the chats in progress")
-            with StopSignals(stop) as signals, closing(written):
+            with StopSignals("the chats in progress") as signals, closing(written):
                 for draft, _ in written:
                     yield draft
         except EndpointError as error:

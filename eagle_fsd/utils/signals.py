@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -15,13 +14,14 @@ log = logging.getLogger(__name__)
 class StopSignals:
     """Turn SIGINT and SIGTERM into a request to stop while the context is active.
 
-    ``on_request`` is called with the signal number; the event ``requested`` is set. Outside the
-    main thread, where Python allows no signal handlers, the context does nothing.
+    The first signal sets the event ``requested``: ``work``, which a log message names, is to be
+    completed. The second one raises KeyboardInterrupt. Outside the main thread, where Python allows
+    no signal handlers, the context does nothing.
     """
 
-    def __init__(self, on_request: Callable[[int], None] | None = None) -> None:
+    def __init__(self, work: str) -> None:
         self.requested = threading.Event()
-        self._on_request = on_request
+        self._work = work
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -34,23 +34,8 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        self.requested.set()
-        if self._on_request is not None:
-            self._on_request(number)
-
-
-def interrupt_on_second_signal(work: str) -> Callable[[int], None]:
-    """Return a handler for :class:`StopSignals` that raises KeyboardInterrupt at the second signal.
-
-    ``work`` is completed after the first signal, which the handler logs.
-    """
-    signals: list[int] = []
-
-    def handle(number: int) -> None:
-        signals.append(number)
-        if len(signals) > 1:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested.is_set():
             raise KeyboardInterrupt
-        log.warning("stopping after %s; press Ctrl-C again to stop at once", work)
-
-    return handle
+        self.requested.set()
+        log.warning("stopping after %s; press Ctrl-C again to stop at once", self._work)

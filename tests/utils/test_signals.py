@@ -8,18 +8,21 @@ import threading
 
 import pytest
 
-from eagle_fsd.utils.signals import StopSignals, interrupt_on_second_signal
+from eagle_fsd.utils.signals import StopSignals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_requests_a_stop_and_handlers_are_restored(number: signal.Signals) -> None:
+def test_signal_requests_a_stop_and_handlers_are_restored(
+    number: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
     before = signal.getsignal(number)
-    seen: list[int] = []
-    with StopSignals(seen.append) as stop:
+    with StopSignals("this one") as stop:
         assert not stop.requested.is_set()
         os.kill(os.getpid(), number)
         assert stop.requested.wait(10)
-        assert seen == [number]
+        assert caplog.messages == ["stopping after this one; press Ctrl-C again to stop at once"]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(number) is before
 
 
@@ -28,7 +31,7 @@ def test_outside_the_main_thread_handlers_are_left_alone() -> None:
     requested: list[bool] = []
 
     def use() -> None:
-        with StopSignals() as stop:
+        with StopSignals("this one") as stop:
             requested.append(stop.requested.is_set())
 
     thread = threading.Thread(target=use)
@@ -36,13 +39,3 @@ def test_outside_the_main_thread_handlers_are_left_alone() -> None:
     thread.join()
     assert requested == [False]
     assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_second_signal_interrupts(caplog: pytest.LogCaptureFixture) -> None:
-    with StopSignals(interrupt_on_second_signal("this one")) as signals:
-        assert not signals.requested.is_set()
-        signal.raise_signal(signal.SIGINT)
-        assert signals.requested.is_set()
-        assert caplog.messages == ["stopping after this one; press Ctrl-C again to stop at once"]
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGTERM)
