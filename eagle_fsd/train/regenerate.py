@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Collection, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from accelerate import PartialState
 
 from eagle_fsd.model.config import SamplingConfig
-from eagle_fsd.train.chat_file import ChatFile, is_answer
+from eagle_fsd.train.chat_file import Chat, ChatFile, is_answer
 from eagle_fsd.train.config import RegenerateConfig, RegenerateRequest, RegenerateServer
 from eagle_fsd.train.loaded_target import (
     TRIAL_CHATS,
@@ -26,11 +25,12 @@ from eagle_fsd.train.loaded_target import (
     open_chat_file,
 )
 from eagle_fsd.train.writing import (
-    Draft,
     LocalWriter,
     NextTurn,
+    Reply,
     ServerWriter,
     TokenCallback,
+    Writing,
     finish_output,
     ignore_tokens,
     prepare_output,
@@ -87,7 +87,7 @@ def regenerate(
 
 
 class Rewriting:
-    """The script that replaces answers; without a ``template``, a server formats the chats.
+    """Replaces the answers of chats; without a ``template``, a server formats the chats.
 
     ``rejections`` say which chats ended early, and why.
     """
@@ -100,51 +100,33 @@ class Rewriting:
         self.sampling = SamplingConfig.from_dict(own)
         self.rejections: list[str] = []
 
-    def drafts(self, done: Collection[int], process: int, processes: int) -> Iterator[Draft]:
-        """Yield a process's part of the chats that are not done."""
-        missing = [index for index in range(len(self.chats)) if index not in done]
-        for index in missing[process::processes]:
-            yield Draft(index, self.chats[index])
+    def write(self, index: int) -> Writing:
+        """Copy a chat with other answers, up to one that fails."""
+        messages: Chat = []
+        for message in self.chats[index]:
+            if not is_answer(message):
+                messages.append(message)
+                continue
+            try:
+                turn = self._turn(index, messages)
+            except ValueError as error:  # the template rejects the chat
+                reply = Reply(error=str(error))
+            else:
+                reply = yield turn
+            if not (text := reply.text.strip()):
+                reason = reply.error or "the reply is empty"
+                self.rejections.append(f"line {self.chats.line(index)}: {reason}")
+                break
+            messages.append({"role": "assistant", "content": text})
+        return {"index": index, "messages": messages}
 
-    def next_turn(self, draft: Draft) -> NextTurn | None:
-        """Copy messages up to the next answer; see :meth:`Script.next_turn`."""
-        rest = draft.source[len(draft.messages) :] if draft.dropped is None else []
-        for message in rest:
-            if is_answer(message):
-                return self._turn(draft)
-            draft.messages.append(message)
-        return None
-
-    def _turn(self, draft: Draft) -> NextTurn | None:
-        sampling = self.sampling.updated(seed=turn_seed(self.config.seed, draft))
+    def _turn(self, index: int, messages: Chat) -> NextTurn:
+        sampling = self.sampling.updated(seed=turn_seed(self.config.seed, index, messages))
         limit = self.config.max_new_tokens
         if self.template is None:
-            return NextTurn("assistant", list(map(_as_sent, draft.messages)), sampling, limit)
-        try:
-            prompt = self.template.render(draft.messages, add_generation_prompt=True)
-        except ValueError as error:
-            self._end(draft, str(error))
-            return None
-        return NextTurn("assistant", prompt, sampling, limit=limit, stop=tuple(self.template.stop))
-
-    def take(
-        self, draft: Draft, turn: NextTurn, text: str, complete: bool, error: str | None = None
-    ) -> None:
-        """See :meth:`Script.take`."""
-        if text := text.strip():
-            draft.messages.append({"role": turn.role, "content": text})
-        else:
-            self._end(draft, error or "the reply is empty")
-
-    def _end(self, draft: Draft, reason: str) -> None:
-        draft.dropped = reason
-        self.rejections.append(f"line {self.chats.line(draft.index)}: {reason}")
-
-    def report(self) -> None:
-        """Log how many chats ended early."""
-        if found := self.rejections:
-            count, total = len(found), len(self.chats)
-            log.warning("%d of %d chats end early; the first one: %s", count, total, found[0])
+            return NextTurn(list(map(_as_sent, messages)), sampling, limit)
+        prompt = self.template.render(messages, add_generation_prompt=True)
+        return NextTurn(prompt, sampling, limit, stop=tuple(self.template.stop))
 
 
 def _as_sent(message: dict[str, Any]) -> dict[str, Any]:
@@ -192,22 +174,26 @@ def rewrite_chats(
     done = set(read_lines(out))  # without the messages
     state.wait_for_everyone()  # until all have read what there is, before it changes
     part = out if processes == 1 else out.with_name(f"{out.name}.part{process}")
-    script, count = Rewriting(chats, config, template), len(done)
+    rewriting, count = Rewriting(chats, config, template), len(done)
+    missing = [index for index in range(len(chats)) if index not in done]
+    own = map(rewriting.write, missing[process::processes])
     held: list[str] = []  # lines, until a server has accepted a request
     accepted = bool(done) or isinstance(writer, LocalWriter)
-    with closing(writer.write(script, script.drafts(done, process, processes))) as written:
-        for draft in written:
+    with closing(writer.write(own, config.batch_size)) as written:
+        for line in written:
             count += processes
-            held.append(json.dumps(draft.line()))
-            accepted = accepted or any(map(is_answer, draft.messages))
+            held.append(json.dumps(line))
+            accepted = accepted or any(map(is_answer, line["messages"]))
             if not accepted and len(held) == min(TRIAL_CHATS, len(chats)):
                 assert isinstance(writer, ServerWriter)
-                raise writer.failure(f"it rejects all chats: {script.rejections[0]}")
+                raise writer.failure(f"it rejects all chats: {rewriting.rejections[0]}")
             while accepted and held:
                 append_line(part, held.pop(0))
             if progress is not None:
                 progress(min(count, len(chats)), len(chats))
-    script.report()
+    if found := rewriting.rejections:
+        total = len(chats)
+        log.warning("%d of %d chats end early; the first one: %s", len(found), total, found[0])
     if processes == 1 and count < len(chats):
         raise KeyboardInterrupt
     state.wait_for_everyone()

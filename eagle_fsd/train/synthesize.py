@@ -14,7 +14,6 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -26,11 +25,13 @@ from eagle_fsd.train.chat_file import Chat, ChatFile
 from eagle_fsd.train.config import RegenerateServer, SynthesizeConfig, SynthesizeRequest
 from eagle_fsd.train.loaded_target import LoadedTarget, fastest_dtype, target_name
 from eagle_fsd.train.writing import (
-    Draft,
+    Line,
     LocalWriter,
     NextTurn,
+    Reply,
     ServerWriter,
     TokenCallback,
+    Writing,
     finish_output,
     ignore_tokens,
     prepare_output,
@@ -106,13 +107,14 @@ def synthesize(
         return ChatFile(request.out)
     lines = read_lines(request.out)
     sieve = Sieve(request.count, lines)
-    written = writer.write(plan, sieve.drafts(ahead=isinstance(writer, ServerWriter)))
+    indices = sieve.indices(ahead=isinstance(writer, ServerWriter))
+    chats = (None if index is None else plan.write(index) for index in indices)
+    written = writer.write(chats, config.batch_size)
     part = request.out.with_name(f"{request.out.name}.part0")
     with progress("writing") as report, closing(written):
         sieve.advance(report)
-        while not sieve.complete and (draft := next(written, None)) is not None:
-            line = draft.line() | ({"dropped": draft.dropped} if draft.dropped else {})
-            lines[draft.index] = line
+        while not sieve.complete and (line := next(written, None)) is not None:
+            lines[line["index"]] = line
             append_line(part, json.dumps(line))
             sieve.advance(report)
     if not sieve.complete:
@@ -143,19 +145,14 @@ def user_header(chat: Chat, template: ChatTemplate) -> tuple[str, str]:
 
 
 class Plan:
-    """Decide what comes next in a chat, and whether what was written is usable."""
+    """What chats consist of, and whether what was written is usable."""
 
     def __init__(
         self, config: SynthesizeConfig, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate
     ) -> None:
         self.config, self.tokenizer, self.template = config, tokenizer, template
-        names = set(SamplingConfig.model_fields) - {"seed"}
-        own = config.model_dump(include=names)
-        user = {"temperature": config.user_temperature, "top_p": config.user_top_p}
-        self._sampling = {
-            "assistant": SamplingConfig(**own),
-            "user": SamplingConfig(**{**own, **user}),
-        }
+        own = config.model_dump(include=set(SamplingConfig.model_fields))
+        self.sampling = SamplingConfig.from_dict(own)
 
     def opening(self, index: int) -> Chat:
         """Return the messages that a chat begins with."""
@@ -164,55 +161,59 @@ class Plan:
             return []
         return [{"role": "system", "content": systems[index % len(systems)]}]
 
-    def next_turn(self, draft: Draft) -> NextTurn | None:
-        """See :meth:`Script.next_turn`."""
-        config, chat = self.config, draft.messages
-        if not chat:
-            chat.extend(self.opening(draft.index))
-        answers = sum(message["role"] == "assistant" for message in chat)
-        if draft.dropped or answers == config.turns:
-            return None
-        seed = turn_seed(config.seed, draft)
-        if chat and chat[-1]["role"] == "user":
-            text = self.template.render(chat, add_generation_prompt=True)
-            sampling = self._sampling["assistant"].updated(seed=seed)
-            stop = tuple(self.template.stop)
-            return NextTurn("assistant", text, sampling, limit=config.max_new_tokens, stop=stop)
-        header, footer = user_header(chat, self.template)
-        prefixes = () if answers else config.prefix
-        start = ""
-        if prefixes:
-            start = prefixes[draft.index // max(1, len(config.system)) % len(prefixes)].strip()
-        text = f"{header}{start}" if start else header.rstrip(" ")  # words begin with their space
-        sampling = self._sampling["user"].updated(seed=seed)
-        stop = (self._end(footer),) if footer.strip() else ()
-        return NextTurn(
-            "user", text, sampling, limit=config.max_user_tokens, stop=stop, start=start
-        )
+    def write(self, index: int) -> Writing:
+        """Write a chat, which ends before an exchange with an unusable message."""
+        chat = self.opening(index)
+        line: Line = {"index": index, "messages": chat}
+        for exchange in range(self.config.turns):
+            start = "" if exchange else self._prefix(index)
+            reply = yield self._user_turn(index, chat, start)
+            question = {"role": "user", "content": (start + reply.text).strip()}
+            if flaw := find_flaw(reply, question["content"]):
+                return {**line, "dropped": flaw}
+            reply = yield self._assistant_turn(index, [*chat, question])
+            answer = {"role": "assistant", "content": reply.text.strip()}
+            if flaw := find_flaw(reply, answer["content"]):
+                return {**line, "dropped": flaw}
+            chat += [question, answer]
+        return line
 
-    def take(
-        self, draft: Draft, turn: NextTurn, text: str, complete: bool, error: str | None = None
-    ) -> None:
-        """Add a message to its chat, or end the chat before the exchange."""
-        message = (turn.start + text).strip()
-        if error is not None:
-            draft.dropped = "rejected"
-        elif not complete:
-            draft.dropped = "truncated"
-        elif not text.strip():
-            draft.dropped = "empty"
-        elif is_repetitive(message):
-            draft.dropped = "repetitive"
-        else:
-            draft.messages.append({"role": turn.role, "content": message})
-            return
-        if turn.role == "assistant":
-            draft.messages.pop()
+    def _prefix(self, index: int) -> str:
+        prefixes = self.config.prefix or ("",)
+        return prefixes[index // max(1, len(self.config.system)) % len(prefixes)].strip()
+
+    def _user_turn(self, index: int, chat: Chat, start: str) -> NextTurn:
+        config = self.config
+        header, footer = user_header(chat, self.template)
+        text = f"{header}{start}" if start else header.rstrip(" ")  # words begin with their space
+        sampling = self.sampling.updated(
+            seed=turn_seed(config.seed, index, chat),
+            temperature=config.user_temperature,
+            top_p=config.user_top_p,
+        )
+        stop = (self._end(footer),) if footer.strip() else ()
+        return NextTurn(text, sampling, config.max_user_tokens, stop)
+
+    def _assistant_turn(self, index: int, chat: Chat) -> NextTurn:
+        text = self.template.render(chat, add_generation_prompt=True)
+        sampling = self.sampling.updated(seed=turn_seed(self.config.seed, index, chat))
+        return NextTurn(text, sampling, self.config.max_new_tokens, tuple(self.template.stop))
 
     def _end(self, footer: str) -> str:
         """Return the string that ends a message: a special token, or the next speaker's header."""
         first = special_token(self.tokenizer, footer.lstrip())
         return footer.strip() if first is None else str(self.tokenizer.decode([first]))
+
+
+def find_flaw(reply: Reply, message: str) -> str | None:
+    """Return why a message is unusable, if it is."""
+    if reply.error is not None:
+        return "rejected"
+    if not reply.complete:
+        return "truncated"
+    if not reply.text.strip():
+        return "empty"
+    return "repetitive" if is_repetitive(message) else None
 
 
 def is_repetitive(text: str) -> bool:
@@ -252,9 +253,9 @@ class Sieve:
     ``lines`` are all chats that were written, by index; those that come early wait for the others.
     """
 
-    def __init__(self, count: int, lines: dict[int, dict[str, Any]]) -> None:
+    def __init__(self, count: int, lines: dict[int, Line]) -> None:
         self.count, self.lines = count, lines
-        self.kept: list[dict[str, Any]] = []
+        self.kept: list[Line] = []
         self.dropped: Counter[str] = Counter()
         self.decided = 0
         self._next = 0  # all chats before it are written or begun
@@ -265,7 +266,7 @@ class Sieve:
         """Whether there are enough chats."""
         return len(self.kept) >= self.count
 
-    def drafts(self, ahead: bool) -> Iterator[Draft | None]:
+    def indices(self, ahead: bool) -> Iterator[int | None]:
         """Yield chats to write until there are enough; None while those begun may suffice.
 
         ``ahead`` begins chats nevertheless.
@@ -275,7 +276,7 @@ class Sieve:
                 self._next += 1
             if ahead or len(self.kept) + self._next - self.decided < self.count:
                 self._next += 1
-                yield Draft(self._next - 1)
+                yield self._next - 1
             else:
                 yield None
 
@@ -289,7 +290,7 @@ class Sieve:
                 raise ValueError(f"hardly any chat is usable: {self.summary()}")
         report(len(self.kept), self.count)
 
-    def _decide(self, line: dict[str, Any]) -> None:
+    def _decide(self, line: Line) -> None:
         chat = line["messages"]
         if "dropped" in line:
             self.dropped[line["dropped"]] += 1

@@ -1,6 +1,6 @@
 """Write chats turn by turn, with a loaded target or a server of it, to a file that can be resumed.
 
-A :class:`Script` decides what is written: ``regenerate`` replaces the answers of given chats, and
+A :data:`Writing` decides what a chat says: ``regenerate`` replaces the answers of a given one, and
 ``synthesize`` writes both sides.
 """
 
@@ -12,10 +12,10 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.generation import StopStringCriteria
@@ -24,7 +24,7 @@ from eagle_fsd.model.config import SamplingConfig, TargetOptions
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.request import Answer, Request
 from eagle_fsd.train.chat_file import Chat
-from eagle_fsd.train.config import RegenerateConfig, RegenerateServer
+from eagle_fsd.train.config import RegenerateServer
 from eagle_fsd.train.loaded_target import LoadedTarget
 from eagle_fsd.utils.chat_api import ChatClient, Endpoint, EndpointError, map_concurrently
 from eagle_fsd.utils.files import atomic_write, read_jsonl, truncate_partial_line
@@ -40,70 +40,59 @@ MAX_TURNS = 1024
 
 #: Called with numbers of new tokens.
 TokenCallback = Callable[[int], None]
-#: Chats in the order in which they end.
-Drafts = Generator["Draft", None, None]
+#: A line of the output: the index of a chat, and its messages.
+Line = dict[str, Any]
+#: A chat that is being written: it yields its turns, is sent the replies, and returns its line.
+Writing = Generator["NextTurn", "Reply", Line]
+#: Lines in the order in which their chats end.
+Lines = Generator[Line, None, None]
 
 
 def ignore_tokens(count: int) -> None:
     """Ignore the number of new tokens; the default :data:`TokenCallback`."""
 
 
-@dataclass(eq=False)
-class Draft:
-    """A chat that is being written; ``dropped`` is why it ended early, if it did."""
+@dataclass(frozen=True)
+class Reply:
+    """What the target wrote; ``error`` is why it wrote nothing."""
 
-    index: int
-    source: Chat = field(default_factory=list)  # the chat to rewrite
-    messages: Chat = field(default_factory=list)
-    dropped: str | None = None
-
-    def line(self) -> dict[str, Any]:
-        """Return the chat's line in the output."""
-        return {"index": self.index, "messages": self.messages}
+    text: str = ""
+    complete: bool = False
+    error: str | None = None
 
 
 @dataclass(frozen=True)
 class NextTurn:
     """A message for the target to write, of at most ``limit`` tokens, up to one of ``stop``.
 
-    ``prompt`` is the text that it continues, or a chat that a server formats; ``start`` is the
-    beginning of the message in ``prompt``.
+    ``prompt`` is the text that it continues, or a chat that a server formats.
     """
 
-    role: str
     prompt: str | Chat
     sampling: SamplingConfig
     limit: int
     stop: tuple[str, ...] = ()
-    start: str = ""
 
-    def cut(self, text: str, complete: bool) -> tuple[str, bool]:
-        """Cut what was written at a stop string; also return whether it is complete."""
+    def reply(self, text: str, complete: bool) -> Reply:
+        """Cut what was written at a stop string, which completes it."""
         for stop in self.stop:
             text, found, _ = text.partition(stop)
             complete = complete or bool(found)
-        return text, complete
+        return Reply(text, complete)
 
 
-class Script(Protocol):
-    """The turns to write. Several threads may call the methods, each with chats of its own."""
-
-    @property
-    def config(self) -> RegenerateConfig:
-        """The options, among them the batch size."""
-
-    def next_turn(self, draft: Draft) -> NextTurn | None:
-        """Return what to write next; None if the chat is complete."""
-
-    def take(
-        self, draft: Draft, turn: NextTurn, text: str, complete: bool, error: str | None = None
-    ) -> None:
-        """Add a message to its chat, or end the chat, as where an ``error`` prevented the turn."""
+def resume(chat: Writing, reply: Reply | None = None) -> NextTurn | Line:
+    """Return the next turn of a chat, given the reply to the one before; at the end, its line."""
+    try:
+        return next(chat) if reply is None else chat.send(reply)
+    except StopIteration as end:
+        line: Line = end.value
+        return line
 
 
-def turn_seed(seed: int, draft: Draft) -> int:
+def turn_seed(seed: int, index: int, messages: Chat) -> int:
     """Return the seed of a chat's next turn, which no other turn of the file shares."""
-    return seed + draft.index * MAX_TURNS + len(draft.messages)
+    return seed + index * MAX_TURNS + len(messages)
 
 
 def special_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
@@ -120,25 +109,26 @@ class LocalWriter:
         self.model = EagleFSD(loaded.target.model, None, tokenizer=loaded.tokenizer)
         self._ends = lru_cache(self._find_ends)
 
-    def write(self, script: Script, drafts: Iterator[Draft | None]) -> Drafts:
-        """Yield chats in the order in which they end; where ``drafts`` yields None, none begins.
+    def write(self, chats: Iterator[Writing | None], batch_size: int) -> Lines:
+        """Yield lines in the order in which chats end; where ``chats`` yields None, none begins.
 
         A chat that goes on takes the place of its last turn in the batch.
         """
-        begun: deque[Draft] = deque()
-        running: dict[Answer, tuple[Draft, NextTurn]] = {}
-        with closing(self.model.batch(script.config.batch_size)) as batch:
+        begun: deque[tuple[Writing, Reply]] = deque()
+        running: dict[Answer, tuple[Writing, NextTurn]] = {}
+        with closing(self.model.batch(batch_size)) as batch:
             while True:
-                while batch.free and (draft := begun.popleft() if begun else next(drafts, None)):
-                    if (turn := script.next_turn(draft)) is None:
-                        yield draft
+                while batch.free:
+                    chat, reply = begun.popleft() if begun else (next(chats, None), None)
+                    if chat is None:
+                        break
+                    turn = resume(chat, reply)
+                    if not isinstance(turn, NextTurn):
+                        yield turn
                     elif (request := self._request(turn)) is not None:
-                        running[batch.add(request)] = draft, turn
+                        running[batch.add(request)] = chat, turn
                     else:
-                        script.take(
-                            draft, turn, text="", complete=False, error="the context is full"
-                        )
-                        yield draft
+                        begun.append((chat, Reply(error="the context is full")))
                 if not running:
                     return
                 for answer, chunk in batch.step():
@@ -146,9 +136,8 @@ class LocalWriter:
                     if answer.error is not None:
                         raise answer.error
                     if chunk.finished:
-                        draft, turn = running.pop(answer)
-                        script.take(draft, turn, *turn.cut(*self._read(answer, turn)))
-                        begun.append(draft)
+                        chat, turn = running.pop(answer)
+                        begun.append((chat, turn.reply(*self._read(answer, turn))))
 
     def _request(self, turn: NextTurn) -> Request | None:
         """Return the request of a turn; None if the context has no room for two tokens."""
@@ -198,35 +187,38 @@ class ServerWriter:
         self.fingerprint = {"server": self.endpoint.redacted_url, "model": model}
         self.concurrency, self.on_tokens, self.prefix = server.concurrency, on_tokens, prefix
 
-    def write(self, script: Script, drafts: Iterator[Draft | None]) -> Drafts:
-        """Yield chats in the order in which they end.
+    def write(self, chats: Iterator[Writing | None], batch_size: int) -> Lines:
+        """Yield lines in the order in which chats end; ``batch_size`` is left to the server.
 
         The first SIGINT or SIGTERM ends the iteration after the chats in progress, the second one
         raises KeyboardInterrupt. Raises ValueError if the server fails.
         """
 
-        def begin() -> Iterator[Draft]:
-            for draft in drafts:
+        def begin() -> Iterator[Writing]:
+            for chat in chats:
                 if signals.requested.is_set():
                     return
-                if draft is not None:
-                    yield draft
+                if chat is not None:
+                    yield chat
 
-        def finish(draft: Draft) -> None:
-            while (turn := script.next_turn(draft)) is not None:
+        def finish(chat: Writing) -> Line:
+            turn = resume(chat)
+            while isinstance(turn, NextTurn):
                 try:
-                    script.take(draft, turn, *turn.cut(*self._send(client, turn)))
+                    reply = turn.reply(*self._send(client, turn))
                 except EndpointError as error:
                     if error.status not in REJECTIONS:
                         raise
-                    script.take(draft, turn, text="", complete=False, error=str(error))
+                    reply = Reply(error=str(error))
+                turn = resume(chat, reply)
+            return turn
 
         try:
             client = ChatClient(self.endpoint, self.on_tokens)
             written = map_concurrently(finish, begin(), self.concurrency)
             with StopSignals("the chats in progress") as signals, closing(written):
-                for draft, _ in written:
-                    yield draft
+                for _, line in written:
+                    yield line
         except EndpointError as error:
             raise self.failure(error) from error
 
@@ -297,13 +289,13 @@ def output_files(out: Path) -> list[Path]:
     return [file for file in (out, *parts) if file.exists()]
 
 
-def read_lines(out: Path) -> dict[int, dict[str, Any]]:
+def read_lines(out: Path) -> dict[int, Line]:
     """Return the lines of the output and its parts by the index of their chat."""
     lines = (line for file in output_files(out) for line in read_jsonl(file))
     return {int(line["index"]): line for line in lines}
 
 
-def finish_output(out: Path, lines: Iterable[dict[str, Any]]) -> None:
+def finish_output(out: Path, lines: Iterable[Line]) -> None:
     """Write lines to the output, and remove its parts."""
     atomic_write(out, "".join(json.dumps(line) + "\n" for line in lines))
     for file in output_files(out):

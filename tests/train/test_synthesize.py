@@ -92,9 +92,8 @@ def test_sieve_decides_in_the_order_of_chats() -> None:
     """Chats that are written early wait, and no more are begun than may be needed."""
     lines: dict[int, dict[str, Any]] = {}
     sieve = Sieve(3, lines)
-    drafts = sieve.drafts(ahead=False)
-    begun = [next(drafts) for _ in range(4)]
-    assert [draft and draft.index for draft in begun] == [0, 1, 2, None]
+    indices = sieve.indices(ahead=False)
+    assert [next(indices) for _ in range(4)] == [0, 1, 2, None]
     reported: list[tuple[int, int]] = []
 
     def add(index: int, text: str, **more: str) -> None:
@@ -104,16 +103,15 @@ def test_sieve_decides_in_the_order_of_chats() -> None:
         sieve.advance(lambda *now: reported.append(now))
 
     add(2, "What is the capital of France?")
-    assert (reported, next(drafts)) == ([(0, 3)], None)
+    assert (reported, next(indices)) == ([(0, 3)], None)
     add(0, "what is the capital of France")
     add(1, "", dropped="truncated")
     assert reported[-2:] == [(1, 3), (1, 3)]
-    following = [next(drafts) for _ in range(3)]
-    assert [draft and draft.index for draft in following] == [3, 4, None]
+    assert [next(indices) for _ in range(3)] == [3, 4, None]
     add(3, "Name three rivers.")
     add(4, "Why is the sea salty?", dropped="repetitive")
     assert sieve.complete
-    assert list(drafts) == []
+    assert list(indices) == []
     assert [line["index"] for line in sieve.kept] == [0, 3, 4]
     assert sieve.summary() == ("3 of 5 chats; dropped: 1 truncated, 1 near-duplicate, 1 repetitive")
 
