@@ -68,6 +68,7 @@ class ChatClient:
 
         self.endpoint, self._on_tokens, self._lock = endpoint, on_tokens, Lock()
         self._key = endpoint.api_key or os.environ.get(KEY_VARIABLE) or NO_KEY
+        self._client: Any
         try:
             self._client = openai.OpenAI(
                 base_url=endpoint.base_url,
@@ -94,13 +95,11 @@ class ChatClient:
 
         For options and errors, see :meth:`complete`.
         """
-        create: Any = self._client.chat.completions.create
-        return self._request(
-            lambda: create(
+        with self._failures():
+            reply = self._client.chat.completions.create(
                 model=self.endpoint.model, messages=[dict(item) for item in messages], **options
-            ),
-            lambda reply: _outcome(reply, reply.choices[0].message.content),
-        )
+            )
+            return self._outcome(reply, reply.choices[0].message.content)
 
     def stream(
         self, messages: Sequence[Mapping[str, Any]], **options: Any
@@ -110,9 +109,8 @@ class ChatClient:
         That is "" with the number of tokens; before, and from servers that do not report it, the
         number is 0. For options and errors, see :meth:`complete`.
         """
-        create: Any = self._client.chat.completions.create
         with self._failures():
-            chunks = create(
+            chunks = self._client.chat.completions.create(
                 model=self.endpoint.model,
                 messages=[dict(item) for item in messages],
                 stream=True,
@@ -128,29 +126,26 @@ class ChatClient:
 
     def continue_text(self, prompt: str, **options: Any) -> tuple[str, bool, int]:
         """Request the continuation of a text; see :meth:`answer`."""
-        create: Any = self._client.completions.create
-        return self._request(
-            lambda: create(model=self.endpoint.model, prompt=prompt, **options),
-            lambda reply: _outcome(reply, reply.choices[0].text),
-        )
+        with self._failures():
+            reply = self._client.completions.create(
+                model=self.endpoint.model, prompt=prompt, **options
+            )
+            return self._outcome(reply, reply.choices[0].text)
 
     def list_models(self) -> list[tuple[str, str]]:
         """Return the name and the owner ("" if unknown) of each model that the endpoint lists."""
-        return self._request(
-            self._client.models.list,
-            lambda reply: [
-                (str(item.id), str(getattr(item, "owned_by", None) or "")) for item in reply.data
-            ],
-        )
-
-    def _request(self, send: Callable[[], Any], read: Callable[[Any], Result]) -> Result:
-        """Send a request and read the reply; raises EndpointError."""
         with self._failures():
-            reply = send()
-            result, usage = read(reply), getattr(reply, "usage", None)
-            with self._lock:
-                self._on_tokens(usage.completion_tokens if usage else 0)
-            return result
+            return [
+                (str(item.id), str(getattr(item, "owned_by", None) or ""))
+                for item in self._client.models.list().data
+            ]
+
+    def _outcome(self, reply: Any, text: Any) -> tuple[str, bool, int]:
+        """Return the text of a reply, whether it is complete, and its number of tokens."""
+        tokens = reply.usage.completion_tokens if reply.usage else 0
+        with self._lock:
+            self._on_tokens(tokens)
+        return str(text or ""), reply.choices[0].finish_reason == "stop", tokens
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
@@ -195,12 +190,6 @@ def find_model(base_url: str, model: str | None) -> tuple[Endpoint, str]:
             f"{endpoint.redacted_url} lists {', '.join(listed)}; got --server-model {model}"
         )
     return replace(endpoint, model=model), listed[model]
-
-
-def _outcome(reply: Any, text: Any) -> tuple[str, bool, int]:
-    """Return the text of a reply, whether it is complete, and its number of tokens."""
-    tokens = reply.usage.completion_tokens if reply.usage else 0
-    return str(text or ""), reply.choices[0].finish_reason == "stop", tokens
 
 
 def map_concurrently(
