@@ -32,7 +32,7 @@ def train_and_save(
         train(request, config, progress=progress, on_metrics=on_metrics)
     options = TargetOptions(target=request.target, dtype="float32")
     target = load_frozen_target(options, layers=False)
-    head = load_for_training(request.out, config.head_type, target)
+    head = load_for_training(request.out, config, target)
     save_trained(head, out, dtype)
     shutil.copy(request.out / RECORD_FILE, out / RECORD_FILE)
     (out / SETTINGS_FILE).unlink(missing_ok=True)

@@ -262,10 +262,9 @@ class TrainRequest(TargetOptions):
     def _check_source(self) -> TrainRequest:
         if (self.data is None) == (self.features is None):
             raise ValueError("training requires either --data or --features")
-        if self.regenerate and self.data is None:
-            raise ValueError("--regenerate requires --data")
-        if self.store_features and self.data is None:
-            raise ValueError("--store-features requires --data")
+        for name in ("regenerate", "store_features"):
+            if getattr(self, name) and self.data is None:
+                raise ValueError(f"--{name.replace('_', '-')} requires --data")
         if self.resume and self.overwrite:
             raise ValueError("--resume and --overwrite exclude each other")
         return self

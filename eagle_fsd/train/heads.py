@@ -100,17 +100,18 @@ def split_features(head: DraftHead, features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def load_for_training(
-    path: str | Path, head_type: HeadType, target: Target, token: str | None = None
+    path: str | Path, config: TrainConfig, target: Target, token: str | None = None
 ) -> DraftHead:
-    """Load a head in float32; raises CheckpointError if it is one of another type."""
-    if is_eagle3(read_config(path, token), tensor_names(path, token)) != (head_type == "eagle3"):
-        raise CheckpointError(f"{path} is not a head of type {head_type}; see --head-type")
-    load = load_eagle3 if head_type == "eagle3" else load_head
-    return load(path, target, torch.float32, token)
+    """Load a head in float32.
 
-
-def check_kept(head: DraftHead, config: TrainConfig) -> None:
-    """Raise OptionsError for options that contradict the head to start from."""
+    Raises CheckpointError if it is of another type than the configuration's, OptionsError if other
+    options contradict it.
+    """
+    is_third = config.head_type == "eagle3"
+    if is_eagle3(read_config(path, token), tensor_names(path, token)) != is_third:
+        raise CheckpointError(f"{path} is not a head of type {config.head_type}; see --head-type")
+    load = load_eagle3 if is_third else load_head
+    head: DraftHead = load(path, target, torch.float32, token)
     own = {"bias": head.fc.bias is not None, "draft_vocab_size": head.vocab_size}
     if isinstance(head, Eagle3Head):
         own |= {name: getattr(head.flags, name) for name in EAGLE3_FLAGS}
@@ -118,6 +119,7 @@ def check_kept(head: DraftHead, config: TrainConfig) -> None:
         given = getattr(config, name)
         if given and given != value:
             raise OptionsError(f"{name} must be that of --head, {value}; got {given}")
+    return head
 
 
 def save_trained(

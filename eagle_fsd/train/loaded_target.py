@@ -28,16 +28,12 @@ TRIAL_CHATS = 20
 
 @dataclass
 class LoadedTarget:
-    """A frozen target, named as by :func:`target_name`, with its tokenizer and chat template.
+    """A frozen target with its tokenizer and chat template, and the options that name them."""
 
-    ``chat_template_name`` is None for the tokenizer's own template.
-    """
-
-    name: str
+    options: TargetOptions
     target: Target
     tokenizer: PreTrainedTokenizerBase
     chat_template: ChatTemplate
-    chat_template_name: str | None = None
 
     @classmethod
     def load(
@@ -52,13 +48,7 @@ class LoadedTarget:
         # Before the weights, so that an unknown template is reported at once.
         chat_template = load_chat_template(tokenizer, options.chat_template)
         target = load_frozen_target(options, device_map, token, layers)
-        return cls(
-            target_name(options),
-            target,
-            tokenizer,
-            chat_template,
-            chat_template_name=options.chat_template,
-        )
+        return cls(options, target, tokenizer, chat_template)
 
     def open_chats(
         self,
@@ -86,8 +76,8 @@ class LoadedTarget:
         return {
             "data": str(path),
             "bytes": Path(path).stat().st_size,
-            "target": self.name,
-            "template": self.chat_template_name,
+            "target": target_name(self.options),
+            "template": self.options.chat_template,
             "max_length": self._clamp_length(max_length),
             "dtype": str(self.target.dtype).removeprefix("torch."),
         }

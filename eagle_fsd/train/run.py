@@ -19,7 +19,6 @@ from eagle_fsd.train.curves import CURVES_FILE, draw_curves
 from eagle_fsd.train.dataset import ChatDataset, check_contribution, split_validation
 from eagle_fsd.train.feature_store import FeatureStore, write_features
 from eagle_fsd.train.heads import (
-    check_kept,
     head_reads,
     load_for_training,
     save_trained,
@@ -102,8 +101,7 @@ def train(
     progress = progress if is_main else no_progress
     head = None
     if request.head is not None:
-        head = load_for_training(request.head, config.head_type, target, token)
-        check_kept(head, config)
+        head = load_for_training(request.head, config, target, token)
     states = training_states(head_reads(config.head_type, target) if head is None else head.reads)
     data: ChatDataset | FeatureStore
     if loaded is None:
@@ -124,7 +122,7 @@ def train(
         )
     with accelerator.main_process_first():
         if is_main:
-            folder.prepare(config, fingerprint, request.resume, request.overwrite)
+            folder.prepare(config, fingerprint, request.overwrite)
     accelerator.init_trackers("tensorboard")
     records = data.file.counts() if isinstance(data, ChatDataset) else {}
     stored = folder.path / FEATURES
@@ -204,14 +202,14 @@ def _open_features(
             f"{request.features} holds the hidden states {fingerprint['states']}, not"
             f" {list(states)}; run eagle-fsd train features --head-type {config.head_type}"
         )
-    max_length, template = fingerprint["max_length"], fingerprint["template"]
-    if "max_length" in config.model_fields_set and length != max_length:
-        raise OptionsError(f"max_length must be that of --features, {max_length}; got {length}")
-    if request.chat_template not in (None, template):
-        raise OptionsError(
-            f"--conv-template must be that of --features, {template or 'the tokenizer'}; got"
-            f" {request.chat_template}"
-        )
+    given_length = length if "max_length" in config.model_fields_set else None
+    for option, given, stored in (
+        ("max_length", given_length, fingerprint["max_length"]),
+        ("--conv-template", request.chat_template, fingerprint["template"]),
+    ):
+        if given not in (None, stored):
+            own = stored or "the tokenizer"
+            raise OptionsError(f"{option} must be that of --features, {own}; got {given}")
     return store
 
 

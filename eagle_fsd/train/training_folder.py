@@ -54,19 +54,14 @@ class TrainingFolder:
         return (self.path / CONFIG_FILE).is_file()
 
     def prepare(
-        self,
-        config: TrainConfig,
-        fingerprint: dict[str, Any],
-        resume: bool = False,
-        overwrite: bool = False,
+        self, config: TrainConfig, fingerprint: dict[str, Any], overwrite: bool = False
     ) -> None:
-        """Create the folder, or check that its training can resume, and write the configuration.
+        """Create a usable folder, or check that its training can resume; write the configuration.
 
-        Raises ValueError if the folder holds anything else, or a training with other options or
-        another ``fingerprint`` of its data.
+        Raises ValueError if the folder holds a training with other options or another
+        ``fingerprint`` of its data, unless ``overwrite`` is set.
         """
         content = {"recipe": config.model_dump(), "data": fingerprint}
-        self.check_usable(resume or overwrite)
         if self.exists and overwrite:
             shutil.rmtree(self.path)
         elif self.exists:
