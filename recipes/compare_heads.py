@@ -14,8 +14,7 @@ from pathlib import Path
 from eagle_fsd.bundled import BUNDLED
 from eagle_fsd.evaluation.tables import markdown
 from eagle_fsd.train.record import read_record
-from eagle_fsd.utils.provenance import describe_environment
-from recipes.measure import measure
+from recipes.measure import describe_versions, measure
 
 #: Name and folder of each head.
 HEADS = (("EAGLE-2", "head"), ("EAGLE-3", "eagle3"))
@@ -51,12 +50,9 @@ def compare_heads(pair: Path, problems: int = PROBLEMS, others: Sequence[Path] =
             cells.append(f"{found['exact']['tau']:.2f}")
         rows.append(cells)
     table = markdown(["tree", *(name for name, _ in heads)], [*rows, ["training tokens", *tokens]])
-    environment = describe_environment()
-    versions = environment["versions"]
     return (
         f"Tau of exact decoding on {problems} unseen problems, greedy, float32, by tree"
-        f" (total_tokens/depth/top_k), on {environment['date'][:10]} with torch"
-        f" {versions['torch']}, transformers {versions['transformers']}:\n\n{table}"
+        f" (total_tokens/depth/top_k), {describe_versions()}:\n\n{table}"
     )
 
 

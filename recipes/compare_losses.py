@@ -24,7 +24,7 @@ from eagle_fsd.train.run import train
 from eagle_fsd.train.training_folder import TrainingFolder
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.provenance import describe_environment
-from recipes.measure import measure
+from recipes.measure import describe_versions, measure
 
 THRESHOLDS = (0.05, 0.1, 0.2)
 MIN_RATIO = 0.1
@@ -70,7 +70,7 @@ def main() -> None:
         checkpoint_every=250,
         compile=True,
     )
-    results = {}
+    rows = []
     for variant, changes in VARIANTS.items():
         if options.only and variant not in options.only:
             continue
@@ -82,46 +82,28 @@ def main() -> None:
                 train(request, common.updated(**changes), on_metrics=on_metrics)
         file = folder.path / f"compared-{options.problems}.json"
         if not file.exists():
-            atomic_write(file, json.dumps(measure_head(folder.path, options.problems), indent=2))
-        results[variant] = json.loads(file.read_text(encoding="utf-8"))
-    sys.stdout.write(format_table(results, common) + "\n")
+            atomic_write(file, json.dumps(measure_head(folder.path, options.problems)))
+        rows.append([variant, *json.loads(file.read_text(encoding="utf-8"))])
+    names = [f"T={threshold:g}" for threshold in THRESHOLDS]
+    environment = describe_environment()
+    machine = environment["machine"]
+    sys.stdout.write(
+        f"{markdown(['trained with', 'minutes', 'tau exact', *names], rows)}\n\n{options.steps}"
+        f" steps of {options.batch_size} chats; FSD: tau and accuracy on {options.problems} unseen"
+        f" problems, js, min_ratio {MIN_RATIO:g}; greedy, float32, {describe_versions()};"
+        f" {machine['cpu']}, {machine['threads']} threads, revision {environment['revision']}.\n"
+    )
 
 
-def measure_head(head: Path, count: int) -> dict[str, Any]:
-    """Measure exact decoding and FSD with a head on unseen problems."""
-    result: dict[str, Any] = {
-        "minutes": read_record(head)["seconds"] / 60,
-        "problems": count,
-        "environment": describe_environment(),
-    }
-    rows = {"exact": measure(BUNDLED_TARGET, head, count, ["exact"])["exact"]}
+def measure_head(head: Path, count: int) -> list[str]:
+    """Return the minutes of a head's training, and its results on unseen problems, as cells."""
+    exact = measure(BUNDLED_TARGET, head, count, ["exact"])["exact"]
+    cells = [f"{read_record(head)['seconds'] / 60:.0f}", f"{exact['tau']:.2f}"]
     for threshold in THRESHOLDS:
         options = ("--threshold", threshold, "--min-ratio", MIN_RATIO)
-        rows[f"T={threshold:g}"] = measure(BUNDLED_TARGET, head, count, ["fsd"], *options)["fsd"]
-    for name, row in rows.items():
-        result[name] = {"tau": row["tau"], "accuracy": row["accuracy"]}
-    return result
-
-
-def format_table(results: dict[str, dict[str, Any]], config: TrainConfig) -> str:
-    """Format results of :func:`measure_head` by variant as a Markdown table."""
-    names = [f"T={threshold:g}" for threshold in THRESHOLDS]
-    rows = []
-    for variant, result in results.items():
-        cells = [variant, f"{result['minutes']:.0f}", f"{result['exact']['tau']:.2f}"]
-        cells += [f"{result[name]['tau']:.2f}, {result[name]['accuracy']:.1%}" for name in names]
-        rows.append(cells)
-    table = markdown(["trained with", "minutes", "tau exact", *names], rows)
-    last = list(results.values())[-1]
-    environment = last["environment"]
-    machine, versions = environment["machine"], environment["versions"]
-    return (
-        f"{table}\n\n{config.max_steps} steps of {config.batch_size} chats; FSD: tau and accuracy"
-        f" on {last['problems']} unseen problems, js, min_ratio {MIN_RATIO:g}; greedy, float32;"
-        f" {machine['cpu']}, {machine['threads']} threads, {environment['date'][:10]}, torch"
-        f" {versions['torch']}, transformers {versions['transformers']}, revision"
-        f" {environment['revision']}."
-    )
+        row = measure(BUNDLED_TARGET, head, count, ["fsd"], *options)["fsd"]
+        cells.append(f"{row['tau']:.2f}, {row['accuracy']:.1%}")
+    return cells
 
 
 if __name__ == "__main__":

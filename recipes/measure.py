@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle_fsd.utils.provenance import describe_environment
+
 MAX_NEW_TOKENS = 256
 
 
@@ -43,3 +45,13 @@ def measure(
         command += ["--method", *methods, *map(str, options)]
         output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     return {row["method"]: row for row in json.loads(output)["rows"]}
+
+
+def describe_versions() -> str:
+    """Return the date and the versions with which something is measured."""
+    environment = describe_environment()
+    versions = environment["versions"]
+    return (
+        f"on {environment['date'][:10]} with torch {versions['torch']}, transformers"
+        f" {versions['transformers']}"
+    )

@@ -21,7 +21,7 @@ from eagle_fsd.train.model_card import CARD_FILE
 from eagle_fsd.train.record import RECORD_FILE, read_record
 from eagle_fsd.train.run import train
 from eagle_fsd.utils.files import atomic_write
-from eagle_fsd.utils.provenance import describe_environment
+from recipes.measure import describe_versions
 
 
 def train_and_save(
@@ -83,10 +83,7 @@ def describe_tree(row: dict[str, Any]) -> str:
 
 def describe_measurement(count: int, questions: str) -> str:
     """Describe what a table was measured on, the date and the versions."""
-    environment = describe_environment()
-    versions = environment["versions"]
     return (
-        f"Measured on {count} {questions}, greedy, float32, on"
-        f" {environment['date'][:10]} with torch {versions['torch']}, transformers"
-        f" {versions['transformers']}; trees are total_tokens/depth/top_k:"
+        f"Measured on {count} {questions}, greedy, float32, {describe_versions()}; trees are"
+        " total_tokens/depth/top_k:"
     )

@@ -25,8 +25,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from eagle_fsd.bundled.problems import chats
 from eagle_fsd.model.checkpoint import transformers4_fields
-from eagle_fsd.train.assistant_mask import EncodedChat, encode_chat
-from eagle_fsd.train.dataset import Example, collate
+from eagle_fsd.train.assistant_mask import encode_chat
+from eagle_fsd.train.dataset import Example, collate, pack_batches
 from eagle_fsd.train.record import write_record
 from eagle_fsd.utils.chat_templates import TokenizerTemplate
 from eagle_fsd.utils.files import atomic_path, atomic_write
@@ -117,14 +117,13 @@ def batches(
     while True:
         pool = itertools.islice(source, POOL)
         encoded = [encode_chat(chat, tokenizer, chat_template) for chat in pool]
-        encoded.sort(key=lambda item: len(item.ids))
-        groups: list[list[EncodedChat]] = [[]]
-        for item in encoded:
-            if (len(groups[-1]) + 1) * len(item.ids) > config.tokens_per_batch:
-                groups.append([])
-            groups[-1].append(item)
-        for index in torch.randperm(len(groups), generator=generator).tolist():
-            batch = collate([Example(0, item.ids, item.assistant_mask) for item in groups[index]])
+        examples = [Example(0, item.ids, item.assistant_mask) for item in encoded]
+        lengths = [len(item.ids) for item in examples]
+        packed = pack_batches(
+            range(len(examples)), lengths, tokens=config.tokens_per_batch, seed=config.seed
+        )
+        for number in torch.randperm(len(packed), generator=generator).tolist():
+            batch = collate([examples[index] for index in packed[number]])
             real = torch.arange(batch.ids.shape[1]) < torch.tensor(batch.lengths)[:, None]
             weights = torch.where(batch.assistant_mask, 1.0, config.prompt_weight) * real
             yield batch.ids, weights
