@@ -205,7 +205,7 @@ class TrainingProgress:
     def __enter__(self) -> TrainingProgress:
         return self
 
-    def __exit__(self, *details: Any) -> None:
+    def __exit__(self, *details: object) -> None:
         self.bar.__exit__(*details)
 
     def __call__(self, metrics: Mapping[str, Any]) -> None:
