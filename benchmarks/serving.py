@@ -100,7 +100,7 @@ class Server:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the tables and save them."""
     parser = new_parser("Measure the server under 1 to 32 clients.")
-    parser.add_argument("--revision", help="also measure this revision")
+    parser.add_argument("--revision", help="also measure this revision, f9e6384 or later")
     parser.add_argument("--count", type=int, default=48, help="requests for each number of clients")
     parser.add_argument("--rounds", type=int, default=2, help="how often all requests are sent")
     parser.add_argument("--max-batch", type=int, help="of the working tree; default: the server's")
@@ -155,10 +155,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             unpack(options.revision, folder / "revision")
             roots[OLD] = folder / "revision"
         for name, root in roots.items():
-            if not (root / "eagle_fsd/model/drafters").exists():  # it has fewer options
-                if dtype != "float32":
-                    parser.error(f"--dtype must be float32 with revision {options.revision}")
-                extra[name] = ["--head", str(folder / "head"), "--device", options.device]
             servers[name] = stack.enter_context(start_server(root, options.tree, extra[name]))
             memory[name] = [servers[name].memory()]
         for server in servers.values():

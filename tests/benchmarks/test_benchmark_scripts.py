@@ -388,18 +388,16 @@ def test_search_finds_the_largest_threshold_within_the_limit() -> None:
     assert found.compared(exact)["ratio"] == pytest.approx(10 / 7)
 
 
-@pytest.fixture
-def revision() -> str:
-    """The older revision."""
-    command = ["git", "cat-file", "-e", revisions.REVISION]
+def require_revision(name: str) -> None:
+    """Skip a test if the checkout's history lacks a revision."""
+    command = ["git", "cat-file", "-e", name]
     if subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL).returncode:
-        pytest.skip("the checkout's history lacks the older revision")
-    return revisions.REVISION
+        pytest.skip(f"the checkout's history lacks the revision {name}")
 
 
 @pytest.mark.slow  # starts two processes
-@pytest.mark.usefixtures("revision")
 def test_revisions_answer_alike(quick: Quick) -> None:
+    require_revision(revisions.REVISION)
     _, tables, _ = quick(revisions)
     ((_, rows),) = tables.items()
     assert [row["method"] for row in rows] == ["plain", "exact 60/6/10", "FSD 20/18/1"]
@@ -410,8 +408,9 @@ def test_revisions_answer_alike(quick: Quick) -> None:
 
 
 @pytest.mark.slow  # starts two processes
-def test_serving_reports_speed_and_latency(revision: str, quick: Quick) -> None:
-    name, tables, _ = quick(serving, "--revision", revision)
+def test_serving_reports_speed_and_latency(quick: Quick) -> None:
+    require_revision("f9e6384")
+    name, tables, _ = quick(serving, "--revision", "f9e6384")
     assert name == "serving-cpu"
     new, old, comparison, servers = tables.values()
     assert all(row["start"] > 0.0 and row["loaded"] > row["idle"] / 2 for row in servers)
