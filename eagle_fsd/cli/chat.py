@@ -22,8 +22,6 @@ from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 from eagle_fsd.utils.chat_api import ChatClient, find_model
 from eagle_fsd.utils.options import OptionsError
 
-AnswerFields = Annotated[AnswerOptions, options("Answers")]
-
 
 def chat(
     *,
@@ -55,7 +53,7 @@ def chat(
     pair: PairArguments = Pair(),
     tree: TreeOptions = TreeConfig(),
     acceptance: AcceptanceOptions = AcceptanceConfig(),
-    answers: AnswerFields = AnswerOptions(),
+    answers: Annotated[AnswerOptions, options("Answers")] = AnswerOptions(),
 ) -> None:
     """Chat with the model in the terminal.
 
