@@ -134,14 +134,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         finished = answered == len(tasks)
         rows = []
         for method in methods:
-            speedup, interval = mean_ratio(method.speeds, best[GREEDY].speeds)
             rows.append(
                 {
                     "method": method.name,
                     "setting": method.setting,
                     "tokens_per_second": method.tokens_per_second,
-                    "speedup": speedup,
-                    "speedup_interval": interval,
+                    **mean_ratio("speedup", method.speeds, best[GREEDY].speeds),
                     "identical": method.identical(best[GREEDY]),
                     "accuracy": method.accuracy(tasks[:answered], model.tokenizer),
                     "seconds": [answer.seconds for answer in method.answers],
@@ -288,20 +286,16 @@ def official_groups(
 
 def compare_with_official(official: Method, *methods: Method) -> list[dict[str, Any]]:
     """Return a row for each method at the same tree; the ratio is the geometric mean."""
-    rows = []
-    for method in methods:
-        ratio, interval = mean_ratio(method.speeds, official.speeds)
-        rows.append(
-            {
-                "method": f"{method.name} {method.setting}",
-                "official": official.tokens_per_second,
-                "own": method.tokens_per_second,
-                "ratio": ratio,
-                "ratio_interval": interval,
-                "identical": method.identical(official),
-            }
-        )
-    return rows
+    return [
+        {
+            "method": f"{method.name} {method.setting}",
+            "official": official.tokens_per_second,
+            "own": method.tokens_per_second,
+            **mean_ratio("ratio", method.speeds, official.speeds),
+            "identical": method.identical(official),
+        }
+        for method in methods
+    ]
 
 
 if __name__ == "__main__":

@@ -76,8 +76,7 @@ class Answers:
             [count / passes for count, passes in zip(item.tokens, item.steps, strict=True)]
             for item in (self, other)
         )
-        ratio, interval = mean_ratio(*taus)
-        return {"ratio": ratio, "ratio_interval": interval}
+        return mean_ratio("ratio", *taus)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -23,7 +23,6 @@ from measurement import (
     FSD_ACCEPTANCE,
     PLAIN,
     Contender,
-    Method,
     Table,
     Task,
     answer_in_turn,
@@ -92,7 +91,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         answer_in_turn(candidates, trial, "selecting trees", warm_up=warm_up)
         methods = [plain, *fastest(candidates).values()]
         answer_in_turn(methods, counted, "answering", warm_up=warm_up)
-        rows = [summarize(method, plain, counted, bundled.tokenizer) for method in methods]
+        rows = []
+        for method in methods:
+            drafter, _, setting = method.name.partition(", ")
+            rows.append(
+                {
+                    "drafter": drafter,
+                    "setting": setting,
+                    "tree": method.setting,
+                    "tau": method.tau,
+                    **mean_ratio("speedup", method.speeds, plain.speeds),
+                    "accuracy": method.accuracy(counted, bundled.tokenizer),
+                }
+            )
         note = (
             f"{options.count} tasks, greedy, at most {new_tokens} new tokens;"
             f" {options.trial} others selected each tree among {', '.join(trees)}."
@@ -109,23 +120,6 @@ def task_sets(tokenizer: Any, count: int) -> dict[str, list[Task]]:
         chat = chat_messages(*((item.question, item.answer) for item in versions))
         copies.append(Task(prompt_ids(tokenizer, chat[:-1]), versions[-1].final))
     return {"problems": word_problems(tokenizer, count), "copies": copies}
-
-
-def summarize(
-    method: Method, plain: Method, tasks: Sequence[Task], tokenizer: Any
-) -> dict[str, Any]:
-    """Return a row of a table."""
-    drafter, _, setting = method.name.partition(", ")
-    speedup, interval = mean_ratio(method.speeds, plain.speeds)
-    return {
-        "drafter": drafter,
-        "setting": setting,
-        "tree": method.setting,
-        "tau": method.tau,
-        "speedup": speedup,
-        "speedup_interval": interval,
-        "accuracy": method.accuracy(tasks, tokenizer),
-    }
 
 
 if __name__ == "__main__":

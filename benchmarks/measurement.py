@@ -31,6 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, TreeConfig
 from eagle_fsd.bundled.problems import Message, chat_messages, problems
+from eagle_fsd.evaluation.tables import markdown
 from eagle_fsd.model.acceptance import rule_for
 from eagle_fsd.model.config import SamplingConfig
 from eagle_fsd.model.drafters.heads import DraftHead
@@ -495,24 +496,28 @@ def fastest(methods: Iterable[Method]) -> dict[str, Method]:
     return {name: method for name, (_, method) in best.items()}
 
 
-def keep_best(functions: Mapping[str, Callable[[], object]], seconds: dict[str, float]) -> None:
-    """Run functions in turn, and keep the shortest time of each."""
-    for name, run in functions.items():
-        synchronize()
-        start = time.perf_counter()
-        run()
-        synchronize()
-        seconds[name] = min(seconds.get(name, math.inf), time.perf_counter() - start)
+def best_times(functions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Run functions in turn, several times; return the shortest time of each in seconds."""
+    best = dict.fromkeys(functions, math.inf)
+    for _ in progress(range(repeats), "repeats"):
+        for name, run in functions.items():
+            synchronize()
+            start = time.perf_counter()
+            run()
+            synchronize()
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best
 
 
 # -- the floor ---------------------------------------------------------------------------------
 
 
-def mean_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, list[float]]:
-    """Return the geometric mean of ratios, and its 95% interval."""
+def mean_ratio(name: str, above: Sequence[float], below: Sequence[float]) -> dict[str, Any]:
+    """Return the geometric mean of ratios by its name, and its 95% interval."""
     logs = [math.log(a / b) for a, b in zip(above, below, strict=True)]
     mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
-    return math.exp(mean), [math.exp(mean - 1.96 * error), math.exp(mean + 1.96 * error)]
+    interval = [math.exp(mean - 1.96 * error), math.exp(mean + 1.96 * error)]
+    return {name: math.exp(mean), f"{name}_interval": interval}
 
 
 def copy_bandwidth(device: torch.device, quick: bool = False) -> float:
@@ -575,43 +580,40 @@ def step_rows(
     rows: int,
     bandwidth: float,
 ) -> list[dict[str, Any]]:
-    """Summarize the steps of contenders, among which is plain decoding."""
-    found = []
-    for contender in contenders:
-        floor = step_bytes(contender, context, rows) / bandwidth
-        found.append(_step_row(contender, times[contender.name], times[PLAIN], rows, floor=floor))
-    return found
+    """Summarize the steps of contenders, among which is plain decoding.
 
-
-def _step_row(
-    contender: Contender, times: StepTimes, plain: StepTimes, rows: int, floor: float
-) -> dict[str, Any]:
-    """Summarize the steps of a contender.
-
-    ``floor``: Seconds. Returns milliseconds by phase and of the floor; ``speedup`` is
-    relative to plain decoding. Phases that have not been measured are None. ``phased_ms`` is the
-    step that was divided into phases.
+    Returns milliseconds by phase and of the floor; ``speedup`` is relative to plain decoding.
+    Phases that have not been measured are None. ``phased_ms`` is the step that was divided into
+    phases.
     """
-    phases: dict[str, float | None] = dict.fromkeys((*SHOWN_PHASES, "rest"))
-    if times.phases:
-        shown = {phase: 1e3 * times.phases.get(phase, 0.0) for phase in SHOWN_PHASES}
-        phases = {**shown, "rest": max(0.0, 1e3 * times.phased - sum(shown.values()))}
-    speed = rows * times.tau / times.seconds
-    return {
-        "method": contender.name,
-        "tree": "" if contender.tree is None else tree_name(contender.tree),
-        "tau": times.tau,
-        "step_ms": 1e3 * times.seconds,
-        **{f"{phase}_ms": value for phase, value in phases.items()},
-        "phased_ms": 1e3 * times.phased,
-        "captured": times.captured,
-        "phases_ms": {phase: 1e3 * value for phase, value in times.phases.items()},
-        "floor_ms": 1e3 * floor,
-        "over_floor": times.seconds / floor,
-        "tokens_per_second": speed,
-        "speedup": speed / (rows * plain.tau / plain.seconds),
-        "blocks_ms": [1e3 * value for value in times.blocks],
-    }
+    found = []
+    plain = times[PLAIN].tau / times[PLAIN].seconds
+    for contender in contenders:
+        steps = times[contender.name]
+        floor = step_bytes(contender, context, rows) / bandwidth
+        phases: dict[str, float | None] = dict.fromkeys((*SHOWN_PHASES, "rest"))
+        if steps.phases:
+            shown = {phase: 1e3 * steps.phases.get(phase, 0.0) for phase in SHOWN_PHASES}
+            phases = {**shown, "rest": max(0.0, 1e3 * steps.phased - sum(shown.values()))}
+        speed = steps.tau / steps.seconds
+        found.append(
+            {
+                "method": contender.name,
+                "tree": "" if contender.tree is None else tree_name(contender.tree),
+                "tau": steps.tau,
+                "step_ms": 1e3 * steps.seconds,
+                **{f"{phase}_ms": value for phase, value in phases.items()},
+                "phased_ms": 1e3 * steps.phased,
+                "captured": steps.captured,
+                "phases_ms": {phase: 1e3 * value for phase, value in steps.phases.items()},
+                "floor_ms": 1e3 * floor,
+                "over_floor": steps.seconds / floor,
+                "tokens_per_second": rows * speed,
+                "speedup": speed / plain,
+                "blocks_ms": [1e3 * value for value in steps.blocks],
+            }
+        )
+    return found
 
 
 # -- reports -----------------------------------------------------------------------------------
@@ -628,11 +630,11 @@ class Table:
 
     def markdown(self) -> str:
         """Format the table with its title and note."""
-        lines = [f"## {self.title}", "", f"| {' | '.join(self.columns.values())} |"]
-        lines.append("|---" * len(self.columns) + "|")
-        for row in self.rows:
-            lines.append(f"| {' | '.join(_cell(row[key]) for key in self.columns)} |")
-        return "\n".join([*lines, *(["", self.note] if self.note else []), ""])
+        cells = [[_cell(row[key]) for key in self.columns] for row in self.rows]
+        table = markdown(list(self.columns.values()), cells)
+        return "\n".join(
+            [f"## {self.title}", "", table, *(["", self.note] if self.note else []), ""]
+        )
 
 
 def _cell(value: Any) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measurement import Table, keep_best, new_parser, parse, progress, save_report
+from measurement import Table, best_times, new_parser, parse, progress, save_report
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -128,11 +128,8 @@ def time_vocabulary(
         "log-probabilities": lambda: level.log_softmax(-1),
         "normalizers": lambda: Distributions.of(level),
     }
-    best: dict[str, float] = {}
-    read: dict[str, float] = {}
-    for _ in progress(range(repeats), "repeats"):
-        keep_best(cases, best)
-        keep_best(read_out, read)
+    best = best_times(cases, repeats)
+    read = best_times(read_out, repeats)
     whole, base = list(best.values())[:2]
     rows = [
         {
@@ -166,9 +163,7 @@ def time_attention(options: argparse.Namespace, context: int, repeats: int) -> d
         "stock": lambda: sdpa_attention_forward(layer, query, key, value, mask)[0],
         "folded": lambda: tree_attention(layer, query, key, value, attention_mask=folded)[0],
     }
-    best: dict[str, float] = {}
-    for _ in range(repeats):
-        keep_best(ways, best)
+    best = best_times(ways, repeats)
     difference = float((ways["stock"]() - ways["folded"]()).abs().max())
     return {
         "context": context,
@@ -190,9 +185,7 @@ def time_weights(shape: tuple[int, int], repeats: int) -> list[dict[str, Any]]:
             "torch": lambda x=x: [F.linear(x, weight) for weight in weights],
             "packed": lambda x=x: [linear(x, weight) for weight in weights],
         }
-        best: dict[str, float] = {}
-        for _ in range(repeats):
-            keep_best(ways, best)
+        best = best_times(ways, repeats)
         row = {f"{way}_ms": 1e3 * seconds / count for way, seconds in best.items()}
         ratio = best["torch"] / best["packed"]
         name = f"{shape[1]:,} to {shape[0]:,}"

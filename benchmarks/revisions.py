@@ -135,13 +135,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     Method(key, method, partial(worker, own)) for key, worker in workers.items()
                 )
                 answer_in_turn([old, new], tasks, f"{name}, {method}")
-                ratio, interval = mean_ratio(new.speeds, old.speeds)
                 row = {
                     "method": method,
                     "tau": new.tau,
                     **{item.name: item.tokens_per_second for item in (old, new)},
-                    "ratio": ratio,
-                    "ratio_interval": interval,
+                    **mean_ratio("ratio", new.speeds, old.speeds),
                     "identical": new.identical(old),
                     "seconds": {
                         item.name: [answer.seconds for answer in item.answers]
