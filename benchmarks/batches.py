@@ -21,8 +21,6 @@ from measurement import (
     Contender,
     Table,
     contenders,
-    draw_lines,
-    new_figure,
     new_parser,
     parse,
     progress,
@@ -123,14 +121,8 @@ def _save(
         note += f" Exact decoding of several prompts: {least}."
     if options.compile:
         note += " Only the steps in which all places are taken are compiled."
-    figure, (axis,) = new_figure()
-    lines = {
-        way.name: {size: run.speed for (size, name), run in runs.items() if name == way.name}
-        for way in ways
-    }
-    draw_lines(axis, lines, "prompts at once", "tokens/s")
     table = Table("Many prompts at once", COLUMNS, rows, note)
-    save_report(options, "batches", [table], figure=figure, finished=finished)
+    save_report(options, "batches", [table], finished=finished)
 
 
 def answer(way: Contender, warm_up: Sequence[Any], prompts: Sequence[Any], new_tokens: int) -> Run:

@@ -34,7 +34,6 @@ from typing import Any
 
 import torch
 from measurement import (
-    COLORS,
     EXACT,
     Contender,
     Method,
@@ -43,7 +42,6 @@ from measurement import (
     contenders,
     fastest,
     mean_ratio,
-    new_figure,
     new_parser,
     pair_method,
     parse,
@@ -153,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows = [row for group in groups for row in compare_with_official(*group)]
             title = "Exact decoding against the official code"
             tables.append(Table(title, OFFICIAL_COLUMNS, rows, f"Official: {versions}."))
-        _save(options, tables, finished)
+        save_report(options, "compare", tables, finished)
 
     with ExitStack() as stack:
         if versions:
@@ -202,23 +200,6 @@ def _official_versions(parser: argparse.ArgumentParser, options: argparse.Namesp
             f" {options.eagle_python} has {transformers}"
         )
     return f"torch {torch_version}, transformers {transformers}"
-
-
-def _save(options: argparse.Namespace, tables: list[Table], finished: bool) -> None:
-    """Save the results so far; the first table is drawn."""
-    figure, (axis,) = new_figure()
-    rows = tables[0].rows
-    speeds = [row["speedup"] for row in rows]
-    errors = [abs(row["speedup"] - end) for row in rows for end in row["speedup_interval"]]
-    axis.barh(
-        [f"{row['method']} {row['setting']}".strip() for row in rows],
-        speeds,
-        color=COLORS[0],
-        xerr=[errors[::2], errors[1::2]],
-    )
-    axis.invert_yaxis()
-    axis.set_xlabel("speed, Hugging Face's greedy generate = 1 (95% interval)")
-    save_report(options, "compare", tables, figure=figure, finished=finished)
 
 
 def hugging_face_methods(model: EagleFSD, new_tokens: int) -> list[Method]:

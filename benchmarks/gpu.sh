@@ -7,9 +7,9 @@
 # part has a limit, and the parts together have one; a benchmark that is stopped leaves the results
 # that it has, marked as incomplete. The last part takes the time that the others left.
 #
-# JSON, Markdown and PNG files go to benchmarks/results, or to the folder that --out names. Options
+# JSON and Markdown files go to benchmarks/results, or to the folder that --out names. Options
 # are passed to every benchmark: --out, --device, --dtype, --threads and --quick. PYTHON names the
-# interpreter, which needs torch, transformers, accelerate, pydantic, scipy and matplotlib, and
+# interpreter, which needs torch, transformers, accelerate, pydantic and scipy, and
 # pytest for the tests; the package itself is imported from the checkout.
 set -uo pipefail
 cd "$(dirname "$0")/.."

@@ -37,7 +37,7 @@ from eagle_fsd.model.config import SamplingConfig
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.generation import Generation
 from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs
-from eagle_fsd.utils.files import atomic_path, atomic_write
+from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.provenance import describe_environment
 
 T = TypeVar("T")
@@ -52,8 +52,6 @@ GREEDY = SamplingConfig()
 SAMPLING = SamplingConfig(temperature=1.0, top_p=0.9, seed=0)
 #: Phases of a step in tables; all others are summed up as "rest".
 SHOWN_PHASES = ("draft", "target", "verify")
-#: Okabe and Ito's color-blind-safe palette.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 # -- options -----------------------------------------------------------------------------------
@@ -651,10 +649,9 @@ def save_report(
     options: argparse.Namespace,
     name: str,
     tables: Sequence[Table],
-    figure: Any = None,
     finished: bool = True,
 ) -> None:
-    """Print the tables, and save them as JSON and Markdown, and the figure as PNG.
+    """Print the tables, and save them as JSON and Markdown.
 
     The files are called ``name`` and the device's type. If not ``finished``, nothing is printed,
     and the files say that they are incomplete; they remain if the script is killed.
@@ -683,54 +680,3 @@ def save_report(
     name = f"{name}-{options.device.partition(':')[0]}"
     atomic_write(options.out / f"{name}.json", json.dumps(report, indent=2) + "\n")
     atomic_write(options.out / f"{name}.md", text)
-    if figure is not None:
-        with atomic_path(options.out / f"{name}.png") as temporary:
-            figure.savefig(temporary, format="png")
-
-
-def new_figure(columns: int = 1, rows: int = 1) -> tuple[Any, Any]:
-    """Create a matplotlib figure 800 pixels wide, without a display.
-
-    Returns the figure, and the list of its axes.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 1 + 3 * rows), dpi=100, layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def draw_lines(axis: Any, lines: Mapping[str, Mapping[int, float]], x: str, y: str) -> None:
-    """Draw lines by name over a logarithmic axis; ``x`` and ``y`` are the labels of the axes."""
-    for (name, points), color in zip(lines.items(), COLORS, strict=False):
-        axis.plot(list(points), list(points.values()), "o-", color=color, label=name)
-    ticks = sorted({value for points in lines.values() for value in points})
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(ticks, list(map(str, ticks)), minor=False)
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel(x)
-    axis.set_ylabel(y)
-    axis.legend(frameon=False)
-
-
-def draw_phases(axis: Any, labels: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the phases of steps as stacked bars, and their floors as lines.
-
-    Where steps were replayed as CUDA graphs, diamonds show their durations.
-    """
-    left = [0.0] * len(rows)
-    for phase, color in zip((*SHOWN_PHASES, "rest"), COLORS, strict=False):
-        values = [row[f"{phase}_ms"] for row in rows]
-        axis.barh(labels, values, left=left, color=color, label=phase)
-        left = [begin + value for begin, value in zip(left, values, strict=True)]
-    for place, row in enumerate(rows):
-        label = "floor" if place == 0 else None
-        axis.plot([row["floor_ms"]] * 2, [place - 0.4, place + 0.4], color="black", label=label)
-    captured = [(row["step_ms"], place) for place, row in enumerate(rows) if row["captured"]]
-    if captured:
-        axis.plot(*zip(*captured, strict=True), "kD", label="CUDA graph")
-    axis.invert_yaxis()
-    axis.set_xlabel("ms per step")
-    axis.legend(frameon=False)

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from measurement import (
-    FSD,
     QUICK,
     Contender,
     StepTimes,
@@ -35,8 +34,6 @@ from measurement import (
     Timing,
     contenders,
     copy_bandwidth,
-    draw_lines,
-    new_figure,
     new_parser,
     parse,
     parse_tree,
@@ -207,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         shapes, context, timing, draft_vocab = ("tiny",), 16, QUICK, 128
     bandwidth = copy_bandwidth(torch.device(options.device), options.quick)
-    tables = []
+    tables, name = [], f"shapes-{str(options.dtype).removeprefix('torch.')}"
     for shape in shapes:
         model = random_target(SHAPES[shape], options.device, options.dtype)
         vocabs = [None, draft_vocab] if draft_vocab < model.config.vocab_size else [None]
@@ -223,13 +220,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f" {options.rows}; copy bandwidth {bandwidth / 1e9:.0f} GB/s."
             )
             tables.append(Table(title, COLUMNS, rows, note))
-            _save(options, tables, finished=False)
+            save_report(options, name, tables, finished=False)
             del pair, ways
         del model
         gc.collect()
         if not cpu:
             torch.cuda.empty_cache()
-    _save(options, tables)
+    save_report(options, name, tables)
 
 
 def _time(
@@ -283,24 +280,7 @@ def grow(options: argparse.Namespace) -> None:
             tables[name] = Table(f"Growth with the {name}", {key: key for key in row}, [], note)
         tables[name].rows.append(row)
         save_report(options, "growth", list(tables.values()), finished=False)
-    figure, axes = new_figure(2, 2)
-    for axis, (name, table) in zip(axes, tables.items(), strict=False):
-        ways = [key for key in table.columns if key != name]
-        lines = {way: {row[name]: row[way] for row in table.rows} for way in ways}
-        draw_lines(axis, lines, name, "ms per step")
-    save_report(options, "growth", list(tables.values()), figure)
-
-
-def _save(options: argparse.Namespace, tables: Sequence[Table], finished: bool = True) -> None:
-    """Save the results so far."""
-    figure, (axis,) = new_figure()
-    best = [(table.title, row) for table in tables for row in table.rows if row["method"] == FSD]
-    axis.barh([title for title, _ in best], [row["speedup"] for _, row in best])
-    axis.axvline(1.0, color="black", linewidth=1)
-    axis.invert_yaxis()
-    axis.set_xlabel(f"FSD's speed with {options.accepted} accepted tokens per step, plain = 1")
-    name = f"shapes-{str(options.dtype).removeprefix('torch.')}"
-    save_report(options, name, tables, figure=figure, finished=finished)
+    save_report(options, "growth", list(tables.values()))
 
 
 if __name__ == "__main__":

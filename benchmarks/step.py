@@ -33,8 +33,6 @@ from measurement import (
     add_phases,
     contenders,
     copy_bandwidth,
-    draw_phases,
-    new_figure,
     new_parser,
     parse,
     parse_tree,
@@ -115,15 +113,11 @@ def _save(
         f'Trees: {trees}; building them is part of "draft". Context {context}, batch'
         f" {options.rows}; copy bandwidth {bandwidth / 1e9:.0f} GB/s."
     )
-    figure = None
     if finished:
         note += _phases_note(rows)
-        figure, (axis,) = new_figure()
-        draw_phases(axis, [row["method"] for row in rows], rows)
-        axis.set_title(f"One step, {name}")
     table = Table(f"One step, {name}", COLUMNS, rows, note)
     file = f"step-{options.shape or 'bundled'}{'-compiled' if options.compile else ''}"
-    save_report(options, file, [table], figure=figure, finished=finished)
+    save_report(options, file, [table], finished=finished)
 
 
 def _phases_note(rows: Sequence[Mapping[str, Any]]) -> str:
