@@ -48,25 +48,12 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Run:
-    """All prompts answered in batches.
+    """All prompts answered in batches: tokens per second, tau, memory of the caches, and tokens."""
 
-    ``bytes``: Bytes of the caches.
-    """
-
-    seconds: float
+    speed: float
+    tau: float
+    cache_mib: float
     answers: list[list[int]]
-    steps: int
-    bytes: int
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens."""
-        return sum(map(len, self.answers))
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second of all prompts together."""
-        return self.tokens / self.seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -109,9 +96,9 @@ def _save(
                 "tokens_per_second": run.speed,
                 "over_one": run.speed / one.speed,
                 "over_plain": run.speed / plain.speed,
-                "tau": run.tokens / run.steps,
+                "tau": run.tau,
                 "identical": 100 * same / len(run.answers),
-                "cache_mib": run.bytes / 2**20,
+                "cache_mib": run.cache_mib,
             }
         )
     trees = ", ".join(f"{way.name} {tree_name(way.tree)}" for way in ways if way.tree)
@@ -142,7 +129,9 @@ def answer(way: Contender, warm_up: Sequence[Any], prompts: Sequence[Any], new_t
         synchronize()
         seconds = time.perf_counter() - begin
     steps = sum(answer.stats.steps for answer in answers)
-    return Run(seconds, [answer.tokens for answer in answers], steps, batch.nbytes)
+    found = [answer.tokens for answer in answers]
+    tokens = sum(map(len, found))
+    return Run(tokens / seconds, tokens / steps, batch.nbytes / 2**20, found)
 
 
 if __name__ == "__main__":

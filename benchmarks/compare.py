@@ -13,12 +13,7 @@ is not counted.
 
 With ``--eagle`` and ``--eagle-python``, the official EAGLE code decodes too, in a process of its
 own, with the bundled head and the trees ``--tree``, and is compared with exact decoding at these
-trees::
-
-    git clone https://github.com/SafeAILab/EAGLE ../EAGLE
-    python -m venv ../eagle-venv
-    ../eagle-venv/bin/pip install torch==2.13.0 transformers==4.53.3
-    python benchmarks/compare.py --eagle ../EAGLE --eagle-python ../eagle-venv/bin/python
+trees; ``benchmarks/README.md`` says how to install it.
 """
 
 from __future__ import annotations

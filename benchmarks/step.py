@@ -5,12 +5,9 @@
     python benchmarks/step.py
     python benchmarks/step.py --device cuda --shape llama-3.1-8b --tree 60/6/10 --context 1024
 
-On a GPU, steps are replayed as CUDA graphs, which have no phases: the phases are those of a second
-run without graphs, in which the GPU often waits for the host.
-
-The floor is the number of bytes that a step must read (weights of the target; weights and output
-projection of the head for each of its passes; keys and values of the context) over the measured
-bandwidth of a large copy. It says nothing about models that fit the processor's cache.
+``benchmarks/README.md`` defines the floor. On a GPU, steps are replayed as CUDA graphs, which have
+no phases: the phases are those of a second run without graphs, in which the GPU often waits for the
+host.
 
 Without ``--shape`` the bundled pair answers word problems, each way with its own tree. With it, a
 pair with random weights is timed under forced acceptance, see ``shapes.py``.
