@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -114,8 +113,10 @@ def train_draft_model(config: DraftModelConfig, target: Path, work: Path, out: P
     )
     decay = int(steps * config.decay_share)
     schedule = get_wsd_schedule(optimizer, config.warmup, decay, num_training_steps=steps)
+    generator = torch.Generator().manual_seed(config.seed)
+    epochs = [torch.randperm(len(batches), generator=generator) for _ in range(config.epochs)]
     start, tokens = time.monotonic(), 0
-    for step, index in enumerate(_order(len(batches), config), 1):
+    for step, index in enumerate(torch.cat(epochs).tolist(), 1):
         with torch.no_grad():
             probs = teacher.lm_head(labels[index].float()).softmax(-1)  # [n, V]
         log_probs = model.lm_head(_answer_states(model, batches[index])).log_softmax(-1)
@@ -137,10 +138,3 @@ def _answer_states(model: LlamaForCausalLM, batch: TrainingBatch) -> Tensor:
     hidden = model.model(input_ids=batch.ids[:, :-1], use_cache=False).last_hidden_state
     states: Tensor = hidden[batch.assistant_mask[:, 1:]]
     return states
-
-
-def _order(batches: int, config: DraftModelConfig) -> Iterator[int]:
-    """Yield the index of every batch once per epoch, shuffled."""
-    generator = torch.Generator().manual_seed(config.seed)
-    for _ in range(config.epochs):
-        yield from torch.randperm(batches, generator=generator).tolist()
