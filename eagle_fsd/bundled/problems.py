@@ -129,17 +129,22 @@ class _Story:
         self.question: list[str] = []
         self.answer: list[str] = []
 
-    def say(self, template: str, **numbers: int) -> str:
-        """Expand a template; the numbers are fields of later templates, too."""
-        self.fields.update(numbers)
+    def draw(self, name: str, low: int, high: int) -> int:
+        """Draw an integer in ``[low, high]``, which is a field of later templates."""
+        number = self.rng.randint(low, high)
+        self.fields[name] = number
+        return number
+
+    def say(self, template: str) -> str:
+        """Expand a template."""
         while match := _CHOICE.search(template):
             choice = self.rng.choice(match.group(1).split("|"))
             template = template[: match.start()] + choice + template[match.end() :]
         return " ".join(template.format(**self.fields).split())
 
-    def tell(self, template: str, **numbers: int) -> None:
+    def tell(self, template: str) -> None:
         """Add a sentence to the question."""
-        sentence = self.say(template, **numbers)
+        sentence = self.say(template)
         self.question.append(sentence[0].upper() + sentence[1:])
 
     def work(self, reason: str, left: int, sign: str, right: int) -> int:
@@ -161,24 +166,21 @@ _THEN = "[Then|Next,|After that,|Later|Soon after,|A little later,|The next day]
 
 # Opening steps set the quantity. Every step returns the number of equations it adds to the answer.
 def _start_plain(story: _Story) -> int:
-    story.quantity = story.rng.randint(5, 60)
+    story.quantity = story.draw("n", 5, 60)
     story.tell(
         "[{name} has {n} {things} {setting}|{setting}, {name} has {n} {things}|"
         "{name} starts with {n} {things} {setting}|there are {n} {things} that {name} keeps"
-        " {setting}].",
-        n=story.quantity,
+        " {setting}]."
     )
     return 0
 
 
 def _start_boxes(story: _Story) -> int:
-    a, b = story.rng.randint(2, 12), story.rng.randint(2, 12)
+    a, b = story.draw("a", 2, 12), story.draw("b", 2, 12)
     story.tell(
         "[{name} {buys} {a} {boxes} of {things} {setting}, with {b} {things} in each {box}|"
         "{setting}, {name} {buys} {a} {boxes} with {b} {things} in every {box}|"
-        "{name} {buys} {things} {setting}: {a} {boxes} of {b} {things} each].",
-        a=a,
-        b=b,
+        "{name} {buys} {things} {setting}: {a} {boxes} of {b} {things} each]."
     )
     reason = "[{name} has|there are|we count|{he} has] {a} {boxes} [of|with] {b} [{things}|each]"
     story.quantity = story.work(reason, a, "*", b)
@@ -186,13 +188,11 @@ def _start_boxes(story: _Story) -> int:
 
 
 def _start_two_days(story: _Story) -> int:
-    a, b = story.rng.randint(4, 60), story.rng.randint(4, 60)
+    a, b = story.draw("a", 4, 60), story.draw("b", 4, 60)
     story.tell(
         "[{setting}, {name} {buys} {a} {things} on [Monday|Friday] and {b} {things} on"
         " [Tuesday|Sunday]|{name} {buys} {a} {things} in the morning and {b} {things} in the"
-        " [afternoon|evening] {setting}].",
-        a=a,
-        b=b,
+        " [afternoon|evening] {setting}]."
     )
     reason = "[we add|{name} {buys}|we count|there are] [both {a} and {b}|{a} and {b}]"
     story.quantity = story.work(reason, a, "+", b)
@@ -201,11 +201,10 @@ def _start_two_days(story: _Story) -> int:
 
 # Middle steps change the quantity, or return 0 if its value does not permit them.
 def _gain(story: _Story) -> int:
-    k = story.rng.randint(2, min(60, max(2, MAX_RESULT - story.quantity)))
+    k = story.draw("k", 2, min(60, max(2, MAX_RESULT - story.quantity)))
     story.tell(
         f"{_THEN} [{{name}}|{{he}}] [gets {{k}} more|finds {{k}} more|receives {{k}} more|"
-        "is given {k} more] {things}[ from {friend}|].",
-        k=k,
+        "is given {k} more] {things}[ from {friend}|]."
     )
     reason = "[{name}|{he}] [gets|finds|receives|adds] {k} [more|extra|new] [{things}|]"
     story.quantity = story.work(reason, story.quantity, "+", k)
@@ -215,11 +214,10 @@ def _gain(story: _Story) -> int:
 def _lose(story: _Story) -> int:
     if story.quantity < 6:
         return 0
-    k = story.rng.randint(2, min(60, story.quantity - 2))
+    k = story.draw("k", 2, min(60, story.quantity - 2))
     story.tell(
         f"{_THEN} [{{name}}|{{he}}] [gives {{k}} {{things}} to {{friend}}|loses {{k}} {{things}}|"
-        "gives away {k} {things}|hands {k} {things} to {friend}|uses {k} {things}].",
-        k=k,
+        "gives away {k} {things}|hands {k} {things} to {friend}|uses {k} {things}]."
     )
     reason = "[{name}|{he}] [gives away|loses|hands over|parts with] {k} [{things}|of them|]"
     story.quantity = story.work(reason, story.quantity, "-", k)
@@ -247,12 +245,11 @@ def _share(story: _Story) -> int:
     fits = [k for k in range(2, 10) if story.quantity % k == 0 and story.quantity // k >= 2]
     if not fits:
         return 0
-    k = story.rng.choice(fits)
+    story.fields["k"] = k = story.rng.choice(fits)
     story.tell(
         f"{_THEN} [{{name}}|{{he}}] [splits the {{things}} equally into {{k}} {{boxes}} and keeps"
         " one {box}|shares the {things} equally among {k} friends and counts one share|"
-        "divides the {things} into {k} equal piles and keeps one pile].",
-        k=k,
+        "divides the {things} into {k} equal piles and keeps one pile]."
     )
     reason = "[{name}|{he}] [splits|shares|divides] [them|the {things}|everything] [by|in|into] {k}"
     story.quantity = story.work(reason, story.quantity, "/", k)
@@ -260,14 +257,12 @@ def _share(story: _Story) -> int:
 
 
 def _gain_boxes(story: _Story) -> int:
-    a, b = story.rng.randint(2, 9), story.rng.randint(2, 9)
+    a, b = story.draw("a", 2, 9), story.draw("b", 2, 9)
     if story.quantity + a * b > MAX_RESULT:
         return 0
     story.tell(
         f"{_THEN} [{{name}}|{{he}}] [{{buys}}|gets] {{a}} more {{boxes}} [of|with] {{b}} {{things}}"
-        " each.",
-        a=a,
-        b=b,
+        " each."
     )
     reason = "[the|all the] [new|extra|other] {boxes} hold [{a} times {b}|{a} by {b}]"
     more = story.work(reason, a, "*", b)
@@ -291,11 +286,10 @@ def _close_sell(story: _Story) -> int:
     fits = [p for p in range(2, 10) if story.quantity * p <= MAX_RESULT]
     if not fits:
         return 0
-    price = story.rng.choice(fits)
+    story.fields["p"] = price = story.rng.choice(fits)
     story.tell(
         "[{name} sells all the {things} for {p} dollars each|"
-        "Each of the {things} is then sold for {p} dollars].",
-        p=price,
+        "Each of the {things} is then sold for {p} dollars]."
     )
     story.tell(
         "[How many dollars does {name} get|How much money does {name} make|"
@@ -308,14 +302,14 @@ def _close_sell(story: _Story) -> int:
 
 
 def _close_together(story: _Story) -> int:
-    k = story.rng.randint(2, 30)
+    k = story.draw("k", 2, 30)
     more = story.rng.random() < 0.5 or story.quantity <= k + 1
     other = story.quantity + k if more else story.quantity - k
     if story.quantity + other > MAX_RESULT:
         return 0
     word = "more" if more else "fewer"
     story.tell(
-        f"[{{friend}} has|At that time {{friend}} has] {{k}} {word} {{things}} than {{name}}.", k=k
+        f"[{{friend}} has|At that time {{friend}} has] {{k}} {word} {{things}} than {{name}}."
     )
     story.tell(
         "[How many {things} do they have together|How many {things} do {name} and {friend} have"
@@ -364,7 +358,8 @@ def generate_problem(rng: random.Random, people: Sequence[_Fields] | None = None
         steps += close(story)
         if steps != wanted or len(story.question) == before or story.quantity > MAX_RESULT:
             continue
-        conclusion = story.say(_CONCLUSION, n=story.quantity)
+        story.fields["n"] = story.quantity
+        conclusion = story.say(_CONCLUSION)
         answer = " ".join([*story.answer, conclusion]) + f"\n#### {story.quantity}"
         return Problem(" ".join(story.question), answer, story.quantity, steps)
 
