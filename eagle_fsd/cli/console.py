@@ -102,10 +102,7 @@ class ProgressBar:
         from rich import progress as rich_progress
 
         self.bar = rich_progress.Progress(
-            rich_progress.TextColumn("{task.description}"),
-            rich_progress.BarColumn(),
-            rich_progress.TextColumn("{task.percentage:>3.0f}%"),
-            rich_progress.TimeRemainingColumn(),
+            *rich_progress.Progress.get_default_columns(),
             rich_progress.TextColumn("{task.fields[note]}"),
             console=err,
             transient=True,
