@@ -47,13 +47,6 @@ def max_logits(device: torch.device) -> int:
     return MAX_CPU_LOGITS if device.type == "cpu" else MAX_LOGITS
 
 
-def batch_features(target: Target, batch: TrainingBatch, states: Sequence[int] = (LAST,)) -> Tensor:
-    """Return a batch's stored features, or compute them: ``[B, S, F]``."""
-    if batch.features is not None:
-        return batch.features
-    return compute_features(target, batch.ids, states)
-
-
 def add_noise(features: Tensor, batch: TrainingBatch, half_width: float, seed: int) -> Tensor:
     """Add noise in ``[-half_width, half_width]`` that depends on the chat, not on its row or batch.
 

@@ -37,7 +37,9 @@ from eagle_fsd.model.drafters.eagle3 import Eagle3Head
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.weights import whole
 from eagle_fsd.train.config import TrainConfig
-from eagle_fsd.train.features import max_logits, most_likely_tokens
+from eagle_fsd.train.dataset import TrainingBatch
+from eagle_fsd.train.features import compute_features, max_logits, most_likely_tokens
+from eagle_fsd.train.heads import split_features, training_states
 
 
 class HeadLosses(nn.Module):
@@ -146,6 +148,21 @@ class HeadLosses(nn.Module):
             divergence = (divergences * weights).sum()
         loss = config.token_weight * token + config.divergence_weight * divergence
         return loss, token, divergence, draft.detach()
+
+
+def loss_inputs(head: DraftHead, batch: TrainingBatch) -> dict[str, Any]:
+    """Return the arguments of :meth:`HeadLosses.forward`, with stored or computed features."""
+    features = batch.features
+    if features is None:
+        features = compute_features(head.target, batch.ids, training_states(head.reads))
+    inputs, labels = split_features(head, features)
+    return {
+        "features": inputs,
+        "tokens": batch.ids[:, 1:],
+        "labels": labels,
+        "loss_mask": batch.loss_mask,
+        "best": None if batch.best is None else batch.best[:, 1:],
+    }
 
 
 class _VocabularyLoss(torch.autograd.Function):

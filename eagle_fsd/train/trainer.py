@@ -38,9 +38,9 @@ from eagle_fsd.train.dataset import (
     split_validation,
 )
 from eagle_fsd.train.feature_store import FeatureStore
-from eagle_fsd.train.features import add_noise, batch_features
-from eagle_fsd.train.heads import empty_copy, new_head, split_features, training_states
-from eagle_fsd.train.losses import HeadLosses
+from eagle_fsd.train.features import add_noise
+from eagle_fsd.train.heads import empty_copy, new_head
+from eagle_fsd.train.losses import HeadLosses, loss_inputs
 from eagle_fsd.train.training_folder import TrainingError, TrainingFolder
 from eagle_fsd.train.validation import decode_validation, validation_losses, validation_prompts
 from eagle_fsd.utils.errors import is_out_of_memory
@@ -118,7 +118,6 @@ class Trainer:
         self.head = head.float().train().requires_grad_(True)
         if head.embed_tokens is not None:  # EAGLE does not train the embeddings
             head.embed_tokens.requires_grad_(False)
-        self.states = training_states(head.reads)
         if config.compile:
             for layer in [*target.layers, *head.layers]:
                 layer.compile(dynamic=True)
@@ -271,15 +270,11 @@ class Trainer:
         return int(read["loss_tokens"])
 
     def _compute_losses(self, epoch: int, batch: TrainingBatch) -> dict[str, Tensor]:
-        features = batch_features(self.target, batch, self.states)
-        inputs, labels = split_features(self.head, features)
+        inputs = loss_inputs(self.head, batch)
         seed = self.config.seed * 1_000_003 + epoch
-        noisy = add_noise(inputs, batch, self.config.noise, seed)
+        inputs["features"] = add_noise(inputs["features"], batch, self.config.noise, seed)
         with self.accelerator.autocast():
-            best = None if batch.best is None else batch.best[:, 1:]
-            losses: dict[str, Tensor] = self.losses(
-                noisy, batch.ids[:, 1:], labels, loss_mask=batch.loss_mask, best=best
-            )
+            losses: dict[str, Tensor] = self.losses(**inputs)
         return losses
 
     def _batches(self) -> Iterator[tuple[int, TrainingBatch]]:
@@ -370,7 +365,7 @@ class Trainer:
             chats = [self.held_out[start : start + size] for start in starts]
             batches = self._data_loader(chats)
             losses = HeadLosses(head, self.config)
-            metrics: dict[str, Any] = validation_losses(losses, self.target, batches)
+            metrics: dict[str, Any] = validation_losses(losses, batches)
             prompts = validation_prompts(
                 self.data, self.held_out, MAX_DECODED_PROMPTS, self.target.stable_length
             )

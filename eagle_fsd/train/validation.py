@@ -15,29 +15,20 @@ from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.probe import DivergenceProbe, ProbeRecord
 from eagle_fsd.model.target import Target
 from eagle_fsd.train.dataset import Example, TrainingBatch
-from eagle_fsd.train.features import batch_features
-from eagle_fsd.train.heads import split_features, training_states
-from eagle_fsd.train.losses import HeadLosses
+from eagle_fsd.train.losses import HeadLosses, loss_inputs
 
 #: Number of new tokens decoded per prompt to measure tau.
 MAX_NEW_TOKENS = 64
 
 
 @torch.no_grad()
-def validation_losses(
-    losses: HeadLosses, target: Target, batches: Iterable[TrainingBatch]
-) -> dict[str, float]:
+def validation_losses(losses: HeadLosses, batches: Iterable[TrainingBatch]) -> dict[str, float]:
     """Compute mean losses over the held-out positions, without noise."""
     sums: dict[str, float] = {}
     positions = 0
-    states = training_states(losses.head.reads)
     for cpu_batch in batches:
         batch = cpu_batch.to(losses.head.device)
-        features = batch_features(target, batch, states).to(losses.head.dtype)
-        inputs, labels = split_features(losses.head, features)
-        best = None if batch.best is None else batch.best[:, 1:]
-        result = losses(inputs, batch.ids[:, 1:], labels, loss_mask=batch.loss_mask, best=best)
-        for name, value in result.items():
+        for name, value in losses(**loss_inputs(losses.head, batch)).items():
             sums[name] = sums.get(name, 0.0) + float(value)
         positions += int(batch.loss_mask.sum())
     return {name: value / max(1, positions) for name, value in sums.items()}
