@@ -66,11 +66,15 @@ def joined_evaluation(
     if request.device != TENSOR_PARALLEL:
         yield request, True
         return
+    folder = request.output_folder(command)
     with joined(request.device) as is_first, TemporaryDirectory() as copied:
-        if is_first:
-            _send_files(request.output_folder(command))
-        else:
-            _receive_files(Path(copied))
+        paths = [path for path in folder.rglob("*") if path.is_file()] if is_first else []
+        files = _broadcast({path.relative_to(folder): path.read_bytes() for path in paths})
+        if not is_first:
+            for name, content in files.items():
+                path = Path(copied, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
             no_judge = {"judge_base_url": None, "judge_mode": "single"}
             request = request.model_copy(update={"out": Path(copied), **no_judge})
         yield request, is_first
@@ -79,21 +83,6 @@ def joined_evaluation(
 def read_prompt(is_first: bool) -> str:
     """Return what the first process reads from standard input, in all processes."""
     return _broadcast(sys.stdin.read() if is_first else "")
-
-
-def _send_files(folder: Path) -> None:
-    """Send the files below a folder, which need not exist, to the processes that have joined."""
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    _broadcast({str(path.relative_to(folder)): path.read_bytes() for path in paths})
-
-
-def _receive_files(folder: Path) -> None:
-    """Write the files that the first process sends."""
-    files: dict[str, bytes] = _broadcast({})
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
 
 
 def _broadcast(value: T) -> T:
