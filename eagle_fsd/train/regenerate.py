@@ -27,9 +27,9 @@ from eagle_fsd.train.loaded_target import (
 from eagle_fsd.train.writing import (
     LocalWriter,
     NextTurn,
-    Reply,
     ServerWriter,
     TokenCallback,
+    TurnReply,
     Writing,
     finish_output,
     ignore_tokens,
@@ -110,7 +110,7 @@ class Rewriting:
             try:
                 turn = self._turn(index, messages)
             except ValueError as error:  # the template rejects the chat
-                reply = Reply(error=str(error))
+                reply = TurnReply(error=str(error))
             else:
                 reply = yield turn
             if not (text := reply.text.strip()):

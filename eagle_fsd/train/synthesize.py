@@ -28,9 +28,9 @@ from eagle_fsd.train.writing import (
     Line,
     LocalWriter,
     NextTurn,
-    Reply,
     ServerWriter,
     TokenCallback,
+    TurnReply,
     Writing,
     finish_output,
     ignore_tokens,
@@ -205,7 +205,7 @@ class Plan:
         return footer.strip() if first is None else str(self.tokenizer.decode([first]))
 
 
-def find_flaw(reply: Reply, message: str) -> str | None:
+def find_flaw(reply: TurnReply, message: str) -> str | None:
     """Return why a message is unusable, if it is."""
     if reply.error is not None:
         return "rejected"

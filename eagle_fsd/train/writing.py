@@ -43,7 +43,7 @@ TokenCallback = Callable[[int], None]
 #: A line of the output: the index of a chat, and its messages.
 Line = dict[str, Any]
 #: A chat that is being written: it yields its turns, is sent the replies, and returns its line.
-Writing = Generator["NextTurn", "Reply", Line]
+Writing = Generator["NextTurn", "TurnReply", Line]
 #: Lines in the order in which their chats end.
 Lines = Generator[Line, None, None]
 
@@ -53,7 +53,7 @@ def ignore_tokens(count: int) -> None:
 
 
 @dataclass(frozen=True)
-class Reply:
+class TurnReply:
     """What the target wrote; ``error`` is why it wrote nothing."""
 
     text: str = ""
@@ -73,15 +73,15 @@ class NextTurn:
     limit: int
     stop: tuple[str, ...] = ()
 
-    def reply(self, text: str, complete: bool) -> Reply:
+    def reply(self, text: str, complete: bool) -> TurnReply:
         """Cut what was written at a stop string, which completes it."""
         for stop in self.stop:
             text, found, _ = text.partition(stop)
             complete = complete or bool(found)
-        return Reply(text, complete)
+        return TurnReply(text, complete)
 
 
-def resume(chat: Writing, reply: Reply | None = None) -> NextTurn | Line:
+def resume(chat: Writing, reply: TurnReply | None = None) -> NextTurn | Line:
     """Return the next turn of a chat, given the reply to the one before; at the end, its line."""
     try:
         return next(chat) if reply is None else chat.send(reply)
@@ -114,7 +114,7 @@ class LocalWriter:
 
         A chat that goes on takes the place of its last turn in the batch.
         """
-        begun: deque[tuple[Writing, Reply]] = deque()
+        begun: deque[tuple[Writing, TurnReply]] = deque()
         running: dict[Answer, tuple[Writing, NextTurn]] = {}
         with closing(self.model.batch(batch_size)) as batch:
             while True:
@@ -128,7 +128,7 @@ class LocalWriter:
                     elif (request := self._request(turn)) is not None:
                         running[batch.add(request)] = chat, turn
                     else:
-                        begun.append((chat, Reply(error="the context is full")))
+                        begun.append((chat, TurnReply(error="the context is full")))
                 if not running:
                     return
                 for answer, chunk in batch.step():
@@ -209,7 +209,7 @@ class ServerWriter:
                 except EndpointError as error:
                     if error.status not in REJECTIONS:
                         raise
-                    reply = Reply(error=str(error))
+                    reply = TurnReply(error=str(error))
                 turn = resume(chat, reply)
             return turn
 
