@@ -49,10 +49,11 @@ def _figure(path: Path) -> Markup:
 
 def _settings(report: dict[str, Any], row: dict[str, Any] | None) -> dict[str, Any]:
     """Return the settings of the main method and of the run, by name."""
-    own = (row or {}).get("settings") or {}
-    run = {name: value for name, value in report["about"].items() if value is not None}
-    first = {"decoding": method_text(row)} if row is not None else {}
-    return {**first, **{name: own[name] for name in own if own[name] is not None}, **run}
+    found: dict[str, Any] = {}
+    if row is not None:
+        found = {"decoding": method_text(row), **(row.get("settings") or {})}
+    found |= report["about"]
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _provenance(report: dict[str, Any]) -> dict[str, Any]:
