@@ -96,7 +96,7 @@ def json_grammar(
 
 
 def _is_simple(schema: Any) -> bool:
-    """Return whether a schema has simple keywords only."""
+    """Return whether a schema and those inside it have keywords of :data:`SIMPLE` only."""
     if isinstance(schema, bool):
         return True
     if not isinstance(schema, Mapping) or not schema.keys() <= SIMPLE:

@@ -116,6 +116,7 @@ class RequestParams(AnswerOptions):
     @model_validator(mode="before")
     @classmethod
     def _accept_variants(cls, params: dict[str, Any]) -> dict[str, Any]:
+        """Convert values by which clients disable top-k, decode greedily or ask for logprobs."""
         params = dict(params)
         if params.get("top_k") == -1:  # FastChat's value for disabling top-k
             params["top_k"] = 0
@@ -284,16 +285,16 @@ def _check_room(prompt_tokens: int, max_new_tokens: int, context: int) -> None:
 
 
 def _check_prompt_logprobs(values: int) -> None:
-    """Raise RequestError if a prompt would get too many log-probabilities."""
+    """Raise RequestError if ``echo`` would report too many log-probabilities of a prompt."""
     if values > MAX_PROMPT_LOGPROBS:
         raise RequestError(
-            "the number of prompt tokens times (1 + logprobs), which echo reports, must be at most"
+            "with echo, the number of prompt tokens times (1 + logprobs) must be at most"
             f" {MAX_PROMPT_LOGPROBS}; got {values}"
         )
 
 
 def _read_grammar(parsed: RequestParams, model: EagleFSD, ends: Sequence[int]) -> Grammar:
-    """Compile the JSON that the answer must be; raises RequestError."""
+    """Compile the grammar of an answer by JSON schema or tool call; raises RequestError."""
     alternatives: list[tuple[str, Mapping[str, Any], str]] = []
     if parsed.json_schema is not None:
         param = "response_format"

@@ -101,8 +101,8 @@ class AnswerStore:
         self.fingerprint_inputs = fingerprint_inputs
         self.process = process
         self.path = self.folder / f"{name}.jsonl"
-        part = "" if processes == 1 else f".part{process}"
-        self.part = self.folder / f"{name}{part}.jsonl"
+        suffix = "" if processes == 1 else f".part{process}"
+        self.part = self.folder / f"{name}{suffix}.jsonl"
         self.records: dict[int | str, Record] = {}
 
     def open(self) -> AnswerStore:

@@ -180,7 +180,7 @@ class AcceptanceConfig(Options):
 
     @model_serializer(mode="wrap")
     def _omit_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave ``rule`` and ``exact_first`` out of files and reports if they are the defaults."""
+        """Omit the defaults of options that files and reports of earlier versions do not have."""
         values: dict[str, Any] = serialize(self)
         for name, default in (("rule", "fsd"), ("exact_first", 0)):
             if values.get(name) == default:

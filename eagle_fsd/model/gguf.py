@@ -51,10 +51,10 @@ LLAMA3_ROPE = {
 
 
 def locate_model(name: str | Path, token: str | None = None) -> str:
-    """Return the folder or Hub name to load a model from: for a GGUF file, its converted copy's.
+    """Return the folder or Hub name to load a model from; a GGUF file is converted first.
 
-    A GGUF file is named by its path, by the folder or repository that holds no other model, as
-    ``owner/repository/file.gguf``, or by a key of :data:`PACKAGED_TARGETS`.
+    ``name`` stands for a GGUF file if it is the path of one, a folder or repository that holds no
+    other model, ``owner/repository/file.gguf``, or a key of :data:`PACKAGED_TARGETS`.
     """
     file = _find_gguf(str(name), token)
     return str(name) if file is None else str(converted_copy(file))

@@ -255,7 +255,7 @@ def _check_placement(
 
 
 def _uses_gpu(device_map: str | torch.device | dict[str, Any]) -> bool:
-    """Whether a device map uses any device other than the CPU."""
+    """Whether a device map uses a device besides the CPU; raises ValueError if it is invalid."""
     places = device_map.values() if isinstance(device_map, dict) else [device_map]
     used = False
     for place in places:

@@ -116,7 +116,10 @@ def norm(module: Any, x: Tensor) -> Tensor:
 
 
 def attend(module: Any, x: Tensor, inputs: AttentionInputs) -> Tensor:
-    """Apply self-attention to ``[B, S, H]``, or wider, with ``[B, S, 1, D]`` signed rotary."""
+    """Apply self-attention, with rotary embeddings as :func:`signed_rotary` returns them.
+
+    ``x`` is ``[B, S, H]``, or wider for a layer that takes more than a hidden state.
+    """
     batch, length = x.shape[:2]
     shape, (cos, sin) = (batch, length, -1, module.head_dim), inputs.rotary
     half = module.head_dim // 2

@@ -262,7 +262,7 @@ def _in_blocks(values: Tensor) -> Tensor:
 
 
 def _block_size(size: int) -> int:
-    """Return ``gcd(size, BLOCK)``, which ``torch.compile`` cannot trace for dynamic sizes."""
+    """Return ``gcd(size, BLOCK)``; ``torch.compile`` cannot trace ``math.gcd`` of dynamic sizes."""
     block = BLOCK
     while size % block:
         block //= 2

@@ -37,7 +37,7 @@ def tensor_files(find: Callable[[str], str | None]) -> dict[str, str]:
 
 
 def read_tensors(path: str, names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Read some tensors of a file by their names, by default all; raise if it is damaged."""
+    """Read the tensors of a file, or those of the given names; raises CheckpointError."""
     try:
         if path.endswith(".safetensors"):
             with safe_open(path, framework="pt") as file:
@@ -61,7 +61,7 @@ def read_tensors(path: str, names: Collection[str] | None = None) -> dict[str, T
 
 
 def read_json(path: str) -> dict[str, object]:
-    """Read a file that holds a JSON object; raise if it does not."""
+    """Read a file that holds a JSON object; raises CheckpointError."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(values, dict):

@@ -181,6 +181,7 @@ class Guard:
         return key or (address[0] if address else "")
 
     def _is_own_name(self, name: str, server: tuple[str, int | None] | None) -> bool:
+        """Return whether a host is this machine, the address of ``server``, or a trusted name."""
         name = name.strip("[]").rstrip(".").lower()
         if name in own_names() or name in (item.lower() for item in self.access.hosts):
             return True

@@ -18,7 +18,7 @@ from eagle_fsd.engines.vllm.sampler import RelaxedSampler
 
 
 def extend_runner() -> None:
-    """Extend model runner and proposer; a second call changes nothing."""
+    """Patch model runner and proposer to call :func:`prepare` and :func:`keep_logits`, once."""
     if getattr(GPUModelRunner, "_eagle_fsd", False):
         return
     GPUModelRunner._eagle_fsd = True
@@ -43,12 +43,12 @@ def extend_runner() -> None:
             return draft(self, hidden_states, sampling_metadata)
         compute = self.model.compute_logits
 
-        def computed(states: Tensor) -> Tensor:
+        def compute_and_keep(states: Tensor) -> Tensor:
             logits = compute(states)
             keep_logits(self, logits)
             return logits
 
-        self.model.compute_logits = computed
+        self.model.compute_logits = compute_and_keep
         try:
             return draft(self, hidden_states, sampling_metadata)
         finally:
