@@ -251,6 +251,7 @@ class LocalBackend:
         return vectors, count
 
     def _encode_inputs(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenize texts to embed; raises RequestError for those without tokens or too long."""
         context = self.model.target.context_length
         encoded = [self._encode("input", text) for text in texts]
         for ids in encoded:
@@ -262,6 +263,7 @@ class LocalBackend:
 
     @torch.inference_mode()
     def _embed(self, ids: list[int], _cancelled: Callable[[], bool]) -> list[float]:
+        """Embed the tokens of a text; see :meth:`embed`."""
         base = self.model.model.base_model
         inputs = torch.tensor([ids], device=base.device)
         mean = base(input_ids=inputs, use_cache=False).last_hidden_state[0].float().mean(0)

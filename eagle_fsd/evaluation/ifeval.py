@@ -35,9 +35,9 @@ class Checks:
 
 @cache
 def load_checkers() -> Any:
-    """Import the harness's module; an OptionsError says what has to be installed.
+    """Import the harness's module; raises OptionsError if it or the sentence model is missing.
 
-    It downloads the sentence model on import unless NLTK finds one.
+    The module would download the model on import.
     """
     try:
         nltk = importlib.import_module("nltk")

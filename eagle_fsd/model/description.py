@@ -93,6 +93,7 @@ class _Walk:
             self._add_object(value)
 
     def _add_object(self, value: Any) -> None:
+        """Add an object's type, and its attributes except for those that passes do not read."""
         kind: Any = type(value)
         found = self.found
         found.append(kind)
@@ -103,7 +104,7 @@ class _Walk:
             if name in unread:
                 continue
             if type(item) in PLAIN:
-                # Another thread may be in a pass, see folded_queries.
+                # A pass in another thread may have changed it meanwhile, see folded_queries.
                 found += name, "sdpa" if item == TREE_ATTENTION else item
             elif not isinstance(item, dict) or item:
                 found.append(name)

@@ -72,8 +72,8 @@ class AnswerProcessor(LogitsProcessor):
 class Prefix:
     """The tokens of a row so far, prompt padding included, for processors that read them.
 
-    The prompt is number ``row`` of the ``rows`` of its call; processors are not called for nodes
-    after one of the tokens ``ends``.
+    ``capacity`` new tokens can be appended. The prompt is number ``row`` of the ``rows`` of its
+    call; processors are not called for nodes after one of the tokens ``ends``.
     """
 
     def __init__(self, ids: Tensor, row: int, rows: int, ends: Collection[int]) -> None:

@@ -601,6 +601,7 @@ class ResponseBuilder:
 
 
 def _token(piece: Piece) -> dict[str, Any]:
+    """Return a token as requests with ``include_tokens`` get it."""
     return {
         "id": piece.token,
         "text": piece.text,

@@ -43,7 +43,7 @@ HEADERS = {
 
 
 def add_page(app: FastAPI, settings: dict[str, Any]) -> None:
-    """Add the page's files, and ``/page.json``, which unlike them is for clients with a key."""
+    """Add the page's files, and ``/page.json``, which requires a key if the API does."""
     folder = files("eagle_fsd.chat.web")
     for route in PAGE_ROUTES:
         name = route.strip("/") or "page.html"
