@@ -114,6 +114,7 @@ class TextStream:
         return min(positions, default=None)
 
     def _release(self) -> list[Piece]:
+        """Return the held pieces that cannot begin a stop string, or those before a stop string."""
         text, end = self._held_text(), self._find_stop()
         if end is None:
             undecided = max((overlap(text, item) for item in self._stop), default=0)

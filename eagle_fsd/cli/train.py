@@ -179,6 +179,7 @@ class WritingProgress:
         self._show()
 
     def _show(self) -> None:
+        """Update the bar, or print a line now and then if there is no terminal."""
         now = time.monotonic()
         notes = []
         if self._tokens:

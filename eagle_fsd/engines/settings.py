@@ -132,6 +132,7 @@ def changed_signatures(signatures: Mapping[str, str]) -> list[str]:
 
 
 def _has_parameters(path: str, expected: list[str]) -> bool:
+    """Return whether a callable exists and its last parameters are the expected ones."""
     module, _, name = path.partition(":")
     try:
         found: Any = importlib.import_module(module)

@@ -95,7 +95,7 @@ def _tip(piece: dict[str, Any]) -> str:
 
 
 def _price(pieces: list[dict[str, Any]]) -> str:
-    """Count the fuzzy tokens of an answer, and sum their regrets."""
+    """Describe how many fuzzy tokens an answer has, and how many nats they give up."""
     fuzzy = [piece for piece in pieces if piece.get("fuzzy")]
     if not fuzzy:
         return ""

@@ -220,6 +220,7 @@ def chance(row: Row, bounds: LossBounds, fresh: int, tests: int = 1) -> float:
 def _chance(
     lost: int, gained: int, paired: int, fresh: int, max_loss: float, confidence: float
 ) -> float:
+    """Compute :func:`chance`, cached by counts, which many settings share."""
     random = np.random.default_rng(0)
     counts = np.array([lost, gained, paired - lost - gained])
     drawn = random.multinomial(fresh, random.dirichlet(counts + 0.5, DRAWS))[:, :2]

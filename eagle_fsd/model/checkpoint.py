@@ -71,7 +71,10 @@ Head = TypeVar("Head", bound=DraftHead)
 def load_head(
     path: str | Path, target: Target, dtype: torch.dtype | None = None, token: str | None = None
 ) -> EagleHead:
-    """Load a draft head and attach it to its target, whose data type it has by default."""
+    """Load a draft head, by default in its target's data type, and attach it.
+
+    Raises CheckpointError if the files are missing, damaged or do not match.
+    """
     config = parse_config(path, read_config(path, token))
     weights = read_weights(path, token)
     bias = getattr(config, "bias", True) or FC_BIAS in weights
@@ -323,6 +326,7 @@ def write_head(
 
 
 def _check(path: str | Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError unless names and shapes of the tensors are the expected ones."""
     problems = [f"missing {name}" for name in sorted(expected.keys() - found.keys())]
     problems += [f"unexpected {name}" for name in sorted(found.keys() - expected.keys())]
     problems += [

@@ -327,6 +327,7 @@ def _candidate_reads(
 def _choose_reads(
     path: str | Path, head: Eagle3Head, target: Target, candidates: list[tuple[int, ...]]
 ) -> None:
+    """Let the head read the hidden states with which it agrees most, if measuring is cheap."""
     if not is_cheap(target):
         log.warning(
             "%s is ambiguous about the hidden states that the head reads; assuming the inputs of"

@@ -201,6 +201,7 @@ def parse_chat(text: bytes) -> tuple[Chat, RecordError | None]:
 
 
 def _parse_turn(number: int, turn: Any, role_key: str, content_key: str) -> dict[str, Any]:
+    """Convert a turn of a record to a message; raises RecordError."""
     if not isinstance(turn, dict):
         raise RecordError("turn is not an object", f"turn {number} is not an object")
     content, name = turn.get(content_key), turn.get(role_key)

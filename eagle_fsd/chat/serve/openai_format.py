@@ -94,6 +94,8 @@ def _to_text(content: Any) -> str:
 
 
 def _to_prompts(value: Any) -> list[str | list[int]]:
+    """Validate ``prompt``, and return it as a list."""
+
     def is_prompt(item: Any) -> bool:
         return bool(item) and (isinstance(item, str) or is_ids(item))
 
@@ -111,6 +113,8 @@ def _to_prompts(value: Any) -> list[str | list[int]]:
 
 
 def _to_biases(value: Any) -> dict[int, float]:
+    """Validate ``logit_bias``, whose keys are strings in JSON."""
+
     def valid(token: Any, bias: Any) -> bool:
         number = type(bias) in (int, float) and -MAX_BIAS <= bias <= MAX_BIAS
         return isinstance(token, str) and token.isdecimal() and len(token) < 10 and number

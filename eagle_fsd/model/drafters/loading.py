@@ -50,6 +50,7 @@ def load_drafter(
 
 
 def _load(name: str | Path, target: Target, token: str | None) -> Drafter:
+    """Load a drafter, whose kind its name or its files show."""
     if str(name) in WITHOUT_FILES:
         return WITHOUT_FILES[str(name)]().attach(target)
     values, names = read_config(name, token), tensor_names(name, token)
