@@ -43,7 +43,7 @@ def cache_slots(needed: int, device: torch.device) -> int:
 
 
 def _separate(plane: Tensor) -> Tensor:
-    """Return the same memory as a tensor with its own storage, which compiled code may copy."""
+    """Return a tensor that shares the memory, and is not a view that compiled code would copy."""
     if plane.device.type not in ("cpu", "cuda"):
         return plane
     with using_device(plane.device):  # torch exports tensors of the current device only

@@ -104,7 +104,10 @@ def tv(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _top_k_buckets(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge all but the target's ``TOP_K`` likeliest tokens, of equal ones by the draft's."""
+    """Merge all but the target's ``TOP_K`` likeliest tokens: ``[..., TOP_K + 1]``.
+
+    Of tokens that are equally likely, the draft's likeliest are kept.
+    """
     count = min(TOP_K, log_p.shape[-1])
     least = top_k(log_p, count)[0][..., -1:]
     rank = torch.where(log_p > least, torch.inf, log_q).masked_fill_(log_p < least, -torch.inf)

@@ -75,7 +75,7 @@ class RowCaches:
         self.rows = [CachedRow(epoch=row.epoch, used=row.used) for row in self.rows]
 
     def fitting_rows(self, length: int, draft_length: int) -> int:
-        """Return how many rows with so many slots in the two caches these have room for."""
+        """Return how many rows of ``length`` and ``draft_length`` slots fit in the two caches."""
         needed = (self.target_cache, length), (self.draft_cache, draft_length)
         return min(
             0 if cache is None or cache.length < slots else cache.rows

@@ -203,7 +203,7 @@ def check_length(measured: Measurements) -> Finding:
 
 
 def check_depth(measured: Measurements) -> Finding:
-    """Check whether drafts after drafts are accepted less often than drafts after the target's."""
+    """Check whether tokens drafted deep in a chain are accepted less often than the first ones."""
     rows = measured.by_depth
     deep = [row for row in rows[2:] if row["steps"] >= MIN_COUNT]
     if not deep:

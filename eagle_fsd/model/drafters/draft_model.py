@@ -171,7 +171,7 @@ def _prefixed_errors(model: PreTrainedModel) -> Iterator[None]:
 
 
 def load_draft_model(name: str | Path, target: Target, token: str | None = None) -> DraftModel:
-    """Load a draft model in its target's data type; a tokenizer must equal the target's."""
+    """Load a draft model in its target's data type; its tokenizer, if any, must be the target's."""
     _check_tokenizers(str(name), target.model.config._name_or_path, token)
     model = load_target(name, target.dtype, target.device, "draft model", token=token)
     return DraftModel(model).attach(target)
