@@ -194,7 +194,7 @@ class Answerer(ABC, Generic[M]):
         return list(records.values())
 
     def _values(self, turn: Turn, share: float, memory: int | None) -> dict[str, Any]:
-        """Return the values of a turn to record; ``share`` of its ``latency`` is its ``wall_time``."""
+        """Return the values of a turn to record; ``wall_time`` is a ``share`` of ``latency``."""
         likelihood, regrets = self.likelihood(turn)
         values: dict[str, Any] = {
             "turns": turn.text,
