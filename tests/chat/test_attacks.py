@@ -15,7 +15,7 @@ from api_servers import CHAT, HELLO, NAME, TIMEOUT, ServerProcess
 KEY = "0123456789abcdef"
 MAX_FILES = 256
 #: How many connections an attacker opens.
-ATTACK = 400
+ATTACK = 300
 #: Bytes of memory and of log that an attack may cost.
 MEMORY, LOG = 32 << 20, 100_000
 BODY = {"model": NAME, "messages": HELLO, "max_tokens": 1}

@@ -105,7 +105,7 @@ def text_of(reply: Any) -> tuple[str, str]:
 
 def test_every_completed_answer_satisfies_its_schema(client: openai.OpenAI) -> None:
     """Random schemas, four at a time: exact and fuzzy, greedy and sampled, whole and streamed."""
-    cases = [draw_schema(random.Random(seed)) for seed in range(100)]
+    cases = [draw_schema(random.Random(seed)) for seed in range(48)]
 
     def answer(seed: int) -> str:
         schema, check = cases[seed]
@@ -125,7 +125,7 @@ def test_every_completed_answer_satisfies_its_schema(client: openai.OpenAI) -> N
 
     with ThreadPoolExecutor(4) as pool:
         reasons = list(pool.map(answer, range(len(cases))))
-    assert reasons.count("stop") > 80
+    assert reasons.count("stop") > 36
 
 
 def test_objects_choices_and_truncation(client: openai.OpenAI) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import SEEDS, VOCAB_SIZE, prompt, tiny_target
+from pairs import SEEDS, VOCAB_SIZE, finish, prompt, tiny_target
 from prompts import request, tokenize
 
 from eagle_fsd import EagleFSD
@@ -99,8 +99,7 @@ def test_requests_with_different_options_share_a_batch(model: EagleFSD) -> None:
     ]
     batch = model.batch(len(reads))
     answers = [ChatAnswer(model, read).join(batch) for read in reads]
-    while len(batch):
-        batch.step()
+    finish(batch)
     alone = [tokens_of(ChatAnswer(model, read)) for read in reads]
     assert [answer.tokens for answer in answers] == alone
 

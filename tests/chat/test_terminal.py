@@ -265,8 +265,10 @@ def test_control_characters_are_escaped(
     assert "503, ␛[2J :warning:\n" in session.notes.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_files_of_other_templates_can_be_continued(talk: Talk, tmp_path: Path) -> None:
-    """FastChat formats them itself and passes a raw prompt."""
+def test_files_of_other_templates_can_be_continued(
+    model: EagleFSD, session: ChatSession, talk: Talk, tmp_path: Path
+) -> None:
+    """FastChat formats them itself and passes a raw prompt; new chats may have its templates."""
     file = tmp_path / "old.json"
     saved = {"template_name": "vicuna_v1.1", "system_message": "Be good.", "offset": 0}
     saved["messages"] = [["USER", "Hello!"], ["ASSISTANT", "Hi!"]]
@@ -274,6 +276,11 @@ def test_files_of_other_templates_can_be_continued(talk: Talk, tmp_path: Path) -
     printed, _ = talk("!!max-new-tokens 8", f"!!load {file}", "What can you do?")
     assert "ASSISTANT: Hi!" in printed
     assert len(printed.split("ASSISTANT:")) >= 2
+    session.chat_template = FastChatTemplate("vicuna_v1.1")
+    talk("Hello!")
+    prompt = session.chat_template.render([{"role": "user", "content": "Hello!"}], True)
+    assert session.answer is not None
+    assert session.answer.prompt_tokens == len(model.tokenizer(prompt).input_ids)
 
 
 def test_system_message_and_history(model: EagleFSD, session: ChatSession, talk: Talk) -> None:
@@ -304,18 +311,6 @@ def test_long_chats_lose_their_oldest_messages(
     assert printed.rstrip().endswith("exit...")
     _, noted = talk("Hello! " * context)
     assert "leave no room for an answer" in noted.splitlines()[-1]
-
-
-def test_fastchat_template_formats_the_chat(
-    model: EagleFSD, session: ChatSession, talk: Talk
-) -> None:
-    session.chat_template = FastChatTemplate("vicuna_v1.1")
-    printed, _ = talk("Hello!")
-    chat = [{"role": "user", "content": "Hello!"}]
-    prompt = session.chat_template.render(chat, add_generation_prompt=True)
-    assert session.answer is not None
-    assert session.answer.prompt_tokens == len(model.tokenizer(prompt).input_ids)
-    assert printed.startswith("Assistant: ")
 
 
 def test_origins_are_colored_on_request(

@@ -62,38 +62,24 @@ def test_tokenizers_without_a_decoder_and_slow_ones() -> None:
     assert (decoder.text(0), decoder.bytes(0)) == ("apples", b"apples")
     slow: Any = SimpleNamespace(is_fast=False, added_tokens_decoder={})
     for make in (TokenDecoder, TextStream):
-        with pytest.raises(ValueError, match="streaming needs a fast tokenizer"):
+        with pytest.raises(ValueError, match="needs a fast tokenizer; SimpleNamespace is not"):
             make(slow)
-
-
-def test_text_ends_before_stop_strings() -> None:
-    for text, stop, expected in (
-        ("one two three four", ["wo th"], "one t"),
-        ("one two three four", ["four", "two"], "one "),
-        ("one two", ["one"], ""),
-        ("one two", ["two three"], "one two"),
-        ("aab aac", ["aac"], "aab "),
-        ("one two", ["", "zzz"], "one two"),
-    ):
-        for step in (1, 2, 5):
-            parts, stopped = stream_text(text, stop, step)
-            assert "".join(parts) == expected
-            assert stopped == any(item and item in text for item in stop)
 
 
 @given(
     text=st.text("ab €", max_size=24),
-    stop=st.lists(st.text("ab €", min_size=1, max_size=4), max_size=3),
+    stop=st.lists(st.text("ab €", max_size=4), max_size=3),
     step=st.integers(1, 4),
 )
 def test_random_text_ends_before_the_first_complete_stop_string(
     text: str, stop: list[str], step: int
 ) -> None:
+    """Empty stop strings have no effect."""
     ids = TOKENIZER(text, add_special_tokens=False).input_ids
     expected, stopped = TOKENIZER.decode(ids), False
     for end in range(1, len(ids) + 1):
         beginning = TOKENIZER.decode(ids[:end])
-        positions = [beginning.find(item) for item in stop if item in beginning]
+        positions = [beginning.find(item) for item in stop if item and item in beginning]
         if positions:
             expected, stopped = beginning[: min(positions)], True
             break

@@ -7,12 +7,12 @@ they import ``browsing``, but this module must still load.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from api_servers import ServerThread
+from chromium import headless
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.chat.config import AnswerOptions, Limits
@@ -54,27 +54,9 @@ def server() -> Iterator[tuple[ControlledBackend, str, str]]:
 
 @pytest.fixture(scope="session")
 def driver() -> Iterator[Any]:
-    """Selenium's driver of a headless Chromium."""
-    from chromium import CHROMIUM, DRIVER
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-dev-shm-usage",
-        "--disable-gpu",
-        # The page must work without internet access.
-        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
-    ):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        chrome = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
-    yield chrome
-    chrome.quit()
+    """A browser in which the page must work without internet access."""
+    with headless("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1") as chrome:
+        yield chrome
 
 
 @pytest.fixture
