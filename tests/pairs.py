@@ -37,6 +37,7 @@ from transformers import (
 from eagle_fsd import EagleFSD, EagleHead, GenerateOutput, TreeConfig
 from eagle_fsd.model import compilation
 from eagle_fsd.model.acceptance import FuzzyRule
+from eagle_fsd.model.batch import Batch
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import VerificationInputs
 
@@ -247,6 +248,18 @@ def greedy_reference(
     mask = torch.ones_like(ids) if mask is None else mask
     options.setdefault("pad_token_id", 0)
     return model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, **options)
+
+
+def finish(batch: Batch) -> None:
+    """Decode until all answers of a batch are complete."""
+    while len(batch):
+        batch.step()
+
+
+def answer_alone(pair: EagleFSD, ids: Tensor, new: int, **options: Any) -> list[int]:
+    """Return the answer of :meth:`EagleFSD.generate` to one prompt, ``[1, S]``."""
+    answer: list[int] = answers(pair.generate(ids, max_new_tokens=new, **options))[0].tolist()
+    return answer
 
 
 @lru_cache

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import CHROMIUM, DRIVER, MARKS
+from chromium import MARKS, headless
 from sample_report import make_report, make_row
 
 from eagle_fsd.bundled.problems import problems
@@ -18,7 +18,7 @@ from eagle_fsd.evaluation.html_report import html_text
 from eagle_fsd.evaluation.plots import draw_figures
 from eagle_fsd.model.config import Settings
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="the browser is driven by Selenium")
+pytest.importorskip("selenium.webdriver", reason="the browser is driven by Selenium")
 
 pytestmark = MARKS
 
@@ -35,14 +35,8 @@ return [figure, ...figure.querySelectorAll("text")].map(item => {
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Any]:
-    """Selenium's driver of a headless Chromium."""
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
-        options.add_argument(argument)
-    chrome = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
-    yield chrome
-    chrome.quit()
+    with headless() as chrome:
+        yield chrome
 
 
 def open_page(driver: Any, page: Path, width: int) -> None:

@@ -155,9 +155,6 @@ def test_invalid_batches_raise_one_line() -> None:
     for prompts, options, message in BAD_BATCHES:
         with raises_one_line(message):
             list(random_pair().generate_many(prompts, 4, **options))
-
-
-def test_batch_of_an_invalid_size_raises() -> None:
     with raises_one_line("compiled_rows must be an integer of at least 1; got -3"):
         random_pair().batch(1, compiled_rows=-3)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from pairs import (
     aligned_pair,
+    finish,
     prompt,
     tiny_target,
 )
@@ -117,8 +118,7 @@ def test_memory_is_flat_over_thousands_of_steps() -> None:
                 batch.add(pair.request(ids, 60 + number % 7, **options))
             for answer, _ in batch.step():
                 assert answer.error is None
-        while len(batch):
-            batch.step()
+        finish(batch)
 
     run(500)
     before = resident_memory(), tensors()

@@ -19,6 +19,8 @@ from pairs import (
     VOCAB_SIZE,
     RecordingRule,
     aligned_pair,
+    answer_alone,
+    finish,
     greedy_reference,
     left_padded,
     new_random_pair,
@@ -119,11 +121,9 @@ def test_chats_that_take_turns_keep_their_beginnings() -> None:
 
     def answer(ids: list[int]) -> tuple[list[int], int]:
         added = batch.add(pair.request(ids, 6))
-        while len(batch):
-            batch.step()
-        expected = pair.generate(torch.tensor([ids]), max_new_tokens=6).sequences[0]
-        assert added.tokens == expected[len(ids) :].tolist()
-        return [*expected.tolist(), 5], added.stats.prefilled
+        finish(batch)
+        assert added.tokens == answer_alone(pair, torch.tensor([ids]), 6)
+        return [*ids, *added.tokens, 5], added.stats.prefilled
 
     chats = [answer([*start, *prompt(60, number)[0].tolist()])[0] for number in range(4)]
     processed = {number: answer(chats[number])[1] for number in (3, 1, 2, 0)}
@@ -140,10 +140,9 @@ def test_a_batch_goes_on_after_the_model_has_changed() -> None:
             pair.model.base_model.layers[0].register_forward_hook(change)
         prompts = [prompt(5 + number, number) for number in range(count)]
         answers = [batch.add(pair.request(ids[0], 12)) for ids in prompts]
-        while len(batch):
-            batch.step()
+        finish(batch)
         for answer, ids in zip(answers, prompts, strict=True):
-            expected = greedy_reference(pair.model, ids, torch.ones_like(ids), new=12)
+            expected = greedy_reference(pair.model, ids, new=12)
             assert answer.tokens == expected[0, ids.shape[1] :].tolist()
 
 
@@ -156,9 +155,8 @@ def test_a_batch_notices_that_a_hook_reads_another_tensor() -> None:
     for steered in (vector, torch.linspace(-3.0, 3.0, 32)):
         vector = steered
         answers.append(batch.add(pair.request(ids[0], 12)))
-        while len(batch):
-            batch.step()
-        expected = greedy_reference(pair.model, ids, torch.ones_like(ids), new=12)
+        finish(batch)
+        expected = greedy_reference(pair.model, ids, new=12)
         assert answers[-1].tokens == expected[0, 6:].tolist()
     assert answers[0].tokens != answers[1].tokens
 
@@ -176,8 +174,7 @@ def test_hooks_of_a_drafter_run_in_an_open_batch_and_in_new_calls(kind: str) -> 
 
     def accepted() -> set[float]:
         answer = batch.add(pair.request(ids[0], 20))
-        while len(batch):
-            batch.step()
+        finish(batch)
         out = pair.generate(ids, max_new_tokens=20)
         assert answer.tokens == out.sequences[0, 6:].tolist()
         return {answer.stats.tau, out.stats.tau}
@@ -199,12 +196,11 @@ def test_draft_vocabulary_can_change_in_an_open_batch(make: Callable[[], EagleFS
     else:
         change, own = head.set_token_ids, head.token_ids
         vocabularies = [own, own.flip(0), own]
-    expected = greedy_reference(pair.model, ids, torch.ones_like(ids), new=20)[0, 6:].tolist()
+    expected = greedy_reference(pair.model, ids, new=20)[0, 6:].tolist()
     for vocabulary in vocabularies:
         change(None if vocabulary is None else torch.as_tensor(vocabulary))
         answer = batch.add(pair.request(ids[0], 20))
-        while len(batch):
-            batch.step()
+        finish(batch)
         assert answer.tokens == expected
         assert answer.stats.tau == pair.generate(ids, max_new_tokens=20).stats.tau
 
@@ -228,8 +224,7 @@ def test_cancelled_answers_leave_at_once_and_change_no_other() -> None:
     while len(batch):
         assert all(answer in (answers[0], answers[2]) for answer, _ in batch.step())
     for number in (0, 2):
-        expected = pair.generate(prompt(5, number), max_new_tokens=30).sequences[0, 5:]
-        assert answers[number].tokens == expected.tolist()
+        assert answers[number].tokens == answer_alone(pair, prompt(5, number), 30)
     assert answers[1].finished
     assert len(answers[1].tokens) < 30
 
@@ -286,14 +281,12 @@ def test_a_prompt_that_runs_out_of_memory_fails_its_answer_only(
     batch = pair.batch(2)
     for requests in (list(map(prompt, lengths)), [prompt(120)]):
         answers = [batch.add(pair.request(ids[0], 20)) for ids in requests]
-        while len(batch):
-            batch.step()
+        finish(batch)
         for ids, answer in zip(requests, answers, strict=True):
             if ids.shape[1] == 120:
                 assert str(answer.error) == "there is not enough memory to decode one prompt"
             else:
-                expected = pair.generate(ids, max_new_tokens=20).sequences[0, ids.shape[1] :]
-                assert answer.tokens == expected.tolist()
+                assert answer.tokens == answer_alone(pair, ids, 20)
         assert batch.max_rows == 2
     found = []
     with pytest.raises(MemoryError):
@@ -318,8 +311,7 @@ def test_batch_is_limited_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         most = max(most, batch.rows)
     assert most == 2
     for number, answer in enumerate(answers):
-        expected = pair.generate(prompt(11, number), max_new_tokens=30).sequences[0, 11:]
-        assert answer.tokens == expected.tolist()
+        assert answer.tokens == answer_alone(pair, prompt(11, number), 30)
     assert rejected.finished
     assert batch.seconds["draft"] > 0.0
     assert re.search(
@@ -371,12 +363,10 @@ def test_processor_that_leaves_no_token_fails_its_answer_only(
     assert f"prompt 1 failed: {error.value}" in caplog.text
     assert sorted(item.index for item in found) == [0, 2, 3]
     for item in found:
-        expected = pair.generate(prompt(4, item.index), max_new_tokens=20).sequences[0, 4:]
-        assert item.tokens == expected.tolist()
+        assert item.tokens == answer_alone(pair, prompt(4, item.index), 20)
     batch = pair.batch(2)
     answer = batch.add(pair.request(items[1].ids, 20, **options))
-    while len(batch):
-        batch.step()
+    finish(batch)
     assert str(answer.error) == str(error.value)
     if "logits_warper" not in options:
         assert len(answer.tokens) == 6
@@ -457,6 +447,5 @@ def test_row_of_broken_logits_can_be_used_again(
         batch.step()
     assert isinstance(broken.error, FloatingPointError) != cancelled
     answers.append(batch.add(pair.request(clean, 10, method="ar")))
-    while len(batch):
-        batch.step()
+    finish(batch)
     assert [(answer.error, len(answer.tokens)) for answer in answers] == [(None, 40), (None, 10)]
