@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainings import run_process, write_rounds
+from trainings import TWO_PROCESSES, run_process, write_rounds
 
 from eagle_fsd.bundled.problems import problems
 from eagle_fsd.model.config import TargetOptions
@@ -25,7 +25,6 @@ COUNT = 7
 OPTIONS: dict[str, Any] = {"batch_size": 3, "max_new_tokens": 6, "seed": 4}
 OTHERS = "was written from other chats or options"
 MODULE = ("-m", "eagle_fsd.cli")
-TWO_PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 #: The command line, in which the second process is killed at its third chat.
 KILLED_AT_THE_THIRD = """
 import os, signal

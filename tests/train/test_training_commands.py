@@ -37,13 +37,6 @@ def test_stored_features_can_be_trained_on(
     succeed(*without_option(arguments, "--max-length"), "--overwrite", "--features", folder)
     recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())
     assert recipe["recipe"]["max_length"] == 64
-    for option, value, difference in (
-        ("--max-length", 32, "max_length is 64 there, 32 here"),
-        ("--dtype", "bfloat16", "dtype is 'float32' there, 'bfloat16' here"),
-    ):
-        status, _, errors = run(*store, "--max-length", 64, option, value)
-        assert status == 1
-        assert re.match(f"error: .*{difference}", errors.splitlines()[-1])
 
 
 def test_rewritten_chats_can_be_trained_on(

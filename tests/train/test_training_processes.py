@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from trainings import (
     EAGLE3,
     KILLED_IN_MID_EPOCH,
+    TWO_PROCESSES,
     Train,
     command,
     read_losses,
@@ -30,7 +30,8 @@ def test_only_the_first_signal_waits_for_a_checkpoint(
     target: Path, data: Path, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Received after step 5, it stops after step 6; a second signal stops at once."""
-    handler = signal.getsignal(signal.SIGINT)
+    handled = signal.SIGINT, signal.SIGTERM
+    handlers = list(map(signal.getsignal, handled))
     original = TrainingFolder.append_metrics
     signals: list[signal.Signals] = []
 
@@ -50,7 +51,7 @@ def test_only_the_first_signal_waits_for_a_checkpoint(
         assert run(*command(data, tmp_path / "out", target, "--overwrite"))[0] == 130
         folders = {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()}
         assert folders == {f"step-{step}" for step in steps}
-        assert signal.getsignal(signal.SIGINT) is handler
+        assert list(map(signal.getsignal, handled)) == handlers
 
 
 # -- two processes ---------------------------------------------------------------------------------
@@ -58,16 +59,9 @@ def test_only_the_first_signal_waits_for_a_checkpoint(
 
 @pytest.fixture
 def two_processes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Arguments of ``torchrun`` for two processes on the CPU.
-
-    ``accelerate launch --cpu --num_processes 2`` starts one process if there is no mpirun.
-    """
+    """Arguments of two processes on the CPU."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
-    return [*launch, "-m", "eagle_fsd.cli"]
+    return [*TWO_PROCESSES, "-m", "eagle_fsd.cli"]
 
 
 def check_same(two: Path, one: Path) -> None:

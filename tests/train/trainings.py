@@ -47,6 +47,8 @@ SMALL: dict[str, Any] = {
 #: Options that train an EAGLE-3 head with about half of the target's vocabulary.
 EAGLE3: dict[str, Any] = {"head_type": "eagle3", "unroll": 3, "draft_vocab_size": 500}
 
+#: ``accelerate launch --cpu --num_processes 2`` starts one process if there is no mpirun.
+TWO_PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 #: The command line, killed after logging its eighth step, the third one of its second epoch.
 KILLED_IN_MID_EPOCH = """
 import os, signal

@@ -82,11 +82,3 @@ def test_invalid_bytes_become_replacement_characters(
     assert text.endswith("hello")
     if all(token > 255 for token in ids):
         assert "\ufffd" not in text
-
-
-def test_slow_tokenizer_is_rejected() -> None:
-    class SlowTokenizer:
-        is_fast = False
-
-    with pytest.raises(ValueError, match="needs a fast tokenizer; SlowTokenizer is not one"):
-        IncrementalDetokenizer(SlowTokenizer())
