@@ -14,10 +14,9 @@ from safetensors.torch import load_file
 from transformers import BatchEncoding
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.bundled import BUNDLED, BUNDLED_HEAD, BUNDLED_TARGET, SMOLLM2_HEADS
+from eagle_fsd.bundled import BUNDLED, BUNDLED_TARGET, SMOLLM2_HEADS
 from eagle_fsd.bundled.problems import Problem, chat_messages, problems
 from eagle_fsd.evaluation.scoring import final_number, same_number
-from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.loading import load_tokenizer
 from recipes.target import save_target
 
@@ -134,15 +133,6 @@ def test_transformers_4_can_load_the_files(model: EagleFSD, tmp_path: Path) -> N
     committed = load_file(BUNDLED_TARGET / "model.safetensors")
     assert saved.keys() == committed.keys()
     assert all(torch.equal(saved[name], committed[name]) for name in saved)
-
-
-def test_settings_are_read_from_the_head(model: EagleFSD) -> None:
-    settings = json.loads((BUNDLED_HEAD / "fsd.json").read_text())
-    assert model.acceptance.threshold == settings["threshold"] > 0
-    assert model.acceptance.min_ratio == settings["min_ratio"]
-    for tree, values in ((model.tree, settings), (model.exact_tree, settings["exact"])):
-        shape = {name: values[name] for name in ("total_tokens", "depth", "top_k")}
-        assert tree == TreeConfig(**shape)
 
 
 def test_exact_decoding_equals_hugging_face(model: EagleFSD) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -117,23 +115,6 @@ def complete_answers(folder: Path, name: str) -> list[Record]:
     return read_jsonl(path) if path.exists() else []
 
 
-def kill_after(process: subprocess.Popen[str], folder: Path, answers: int, seconds: float) -> None:
-    """Send SIGKILL some seconds after so many more answers were written."""
-
-    def count() -> int:
-        return sum(path.read_bytes().count(b"\n") for path in folder.glob("*.jsonl"))
-
-    target = count() + answers
-    deadline = time.monotonic() + TIMEOUT
-    while count() < target:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    time.sleep(seconds)
-    process.kill()
-    process.communicate(timeout=TIMEOUT)
-
-
 def assert_same_answers(folder: Path, undisturbed: Path) -> None:
     """Check that each question is answered once, in order, as without interruption."""
     files = [sorted(path.name for path in item.iterdir()) for item in (folder, undisturbed)]
@@ -146,27 +127,6 @@ def assert_same_answers(folder: Path, undisturbed: Path) -> None:
             (choice,), (expected,) = ours["choices"], theirs["choices"]
             assert [choice[key] for key in REPRODUCED] == [expected[key] for key in REPRODUCED]
             assert choice["log_likelihood"] == pytest.approx(expected["log_likelihood"], abs=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_accelerator")
-def test_kills_change_no_answer(start: Start, undisturbed: Path, tmp_path: Path) -> None:
-    """SIGKILL at any time; what was written before stays."""
-    draw, folder = random.Random(20), tmp_path / "out"
-    kept: dict[str, list[Record]] = {name: [] for name in METHODS}
-    for _ in range(2):
-        process = start(MODULE, arguments(folder))
-        kill_after(process, folder, draw.randint(1, 6), draw.uniform(0.0, 0.05))
-        assert process.returncode == -signal.SIGKILL
-        assert not (folder / "report.json").exists()
-        for name in METHODS:
-            records = complete_answers(folder, name)
-            assert records[: len(kept[name])] == kept[name]
-            kept[name] = records
-    assert [row["answers"] for row in resume(folder)["rows"]] == [COUNT] * 3
-    for name in METHODS:
-        assert complete_answers(folder, name)[: len(kept[name])] == kept[name]
-    assert_same_answers(folder, undisturbed)
 
 
 @pytest.mark.slow
