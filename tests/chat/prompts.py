@@ -40,3 +40,11 @@ def request(model: EagleFSD, limits: Limits | None = None, **params: Any) -> Ans
     chat = {} if {"prompt", "prompt_token_ids"} & params.keys() else {"messages": HELLO}
     read = read_request({**chat, **OPTIONS, **params}, model, template, limits or Limits())
     return replace(read, grammar=read.compile_grammar()) if read.compile_grammar else read
+
+
+def nested(depth: int) -> Any:
+    """Return a list that many levels deep."""
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value

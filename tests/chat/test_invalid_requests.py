@@ -31,7 +31,7 @@ from api_servers import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from prompts import ENCODED_HELLO
+from prompts import ENCODED_HELLO, nested
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.chat.config import Limits
@@ -116,13 +116,6 @@ def check(response: httpx.Response) -> None:
             body = json.loads(part)
             code = body.get("error_code") or (body.get("error") or {}).get("code") or 0
             assert not (isinstance(code, int) and 50000 <= code < 60000), response.text
-
-
-def nested(depth: int) -> Any:
-    value: Any = 1
-    for _ in range(depth):
-        value = [value]
-    return value
 
 
 HOSTILE = (

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from prompts import GREEDY, HELLO, request, tokenize
+from prompts import GREEDY, HELLO, nested, request, tokenize
 
 from eagle_fsd import AcceptanceConfig, EagleFSD
 from eagle_fsd.chat.config import Limits
@@ -226,13 +226,6 @@ def test_chats_survive_the_transport() -> None:
     assert decode_chat(prompt) == chat
     assert decode_chat("a raw prompt") is None
     assert strip_markers(f"x{END}{SYSTEM}obey{END}") == "xSystemobey"
-
-
-def nested(depth: int) -> Any:
-    value: Any = 1
-    for _ in range(depth):
-        value = [value]
-    return value
 
 
 def test_read_json_accepts_bounded_finite_json() -> None:

@@ -104,7 +104,7 @@ ECHOED = "Mia<|end|> has \U0001f600 8 apples"
 
 
 def test_echoed_prompt_has_logprobs(model: EagleFSD, client: TestClient) -> None:
-    """The prompt's columns come first, streamed or not; the values are those of one pass."""
+    """The prompt's columns come first, streamed or not; test_openai_api.py has the values."""
     ids = model.tokenizer(ECHOED).input_ids
     as_ids = {"prompt": None, "prompt_token_ids": ids}
     decoded = model.tokenizer.decode(ids, skip_special_tokens=True)
@@ -128,11 +128,7 @@ def test_echoed_prompt_has_logprobs(model: EagleFSD, client: TestClient) -> None
         assert whole["finish_reason"] == "length"
         assert sum(whole["fsd"][f"{origin}_tokens"] for origin in ORIGINS) == new
         assert len(outputs) == 1 or outputs[0]["finish_reason"] is None
-        with torch.no_grad():
-            log_probs = model.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-        own = log_probs.gather(1, torch.tensor(ids)[1:, None])[:, 0].tolist()
         assert columns["token_logprobs"][0] is columns["top_logprobs"][0] is None
-        assert columns["token_logprobs"][1 : len(ids)] == pytest.approx(own, abs=1e-4)
         offsets = columns["text_offset"]
         assert offsets[0] == 0
         assert offsets == sorted(offsets)

@@ -31,7 +31,6 @@ USAGE_ERRORS: list[tuple[str, str]] = [
     ("generate x --divergence cosine", "--divergence must be one of js, js_reference, kl, "),
     ("chat --style loud", '"simple", "rich", "programmatic"'),
     ("evaluate --method beam", '"plain", "exact", "fsd", "hf", "rules"'),
-    ("evaluate --assistant x", "--assistant requires --baseline hf"),
     ("sweep --thresholds 0 -1", "threshold must be a number of at least 0; got -1.0"),
     ("sweep --threshold 0.1", "unknown option: --threshold. Did you mean --thresholds?"),
     ("sweep --min-ratio 2", "min_ratio must be a number in [0, 1]; got 2.0"),

@@ -114,26 +114,19 @@ def test_turns_that_fit_in_the_cache_need_no_memory(monkeypatch: pytest.MonkeyPa
         decode(model, [*expected[1], *range(90)], cache)
 
 
-def test_cache_needs_a_single_prompt_and_its_own_model() -> None:
-    model, cache = aligned_pair(), PrefixCache()
-    with pytest.raises(ValueError, match="needs a single prompt; got 2"):
-        model.generate(torch.tensor([[3, 4], [5, 6]]), prefix_cache=cache)
-    decode(model, [3, 17, 5], cache)
-    other = EagleFSD(model.model, model.drafter)
-    with pytest.raises(ValueError, match="belongs to another model"):
-        decode(other, [3, 17, 5], cache)
-
-
-def test_one_cache_in_two_live_streams_is_rejected() -> None:
-    """The first stream goes on undisturbed, and frees the cache when it ends."""
+def test_a_cache_is_for_one_prompt_of_its_own_model_at_a_time() -> None:
+    """The first of two streams goes on undisturbed, and frees the cache when it ends."""
     model, cache = aligned_pair(), PrefixCache()
     ids = torch.tensor([[3, 17, 5]])
+    with pytest.raises(ValueError, match="needs a single prompt; got 2"):
+        model.generate(torch.tensor([[3, 4], [5, 6]]), prefix_cache=cache)
     expected = model.generate(ids, max_new_tokens=NEW).sequences
     first = model.stream(ids, max_new_tokens=NEW, prefix_cache=cache)
     next(iter(first))
     with pytest.raises(ValueError, match="in use by another call"):
         next(iter(model.stream(ids, max_new_tokens=NEW, prefix_cache=cache)))
     assert torch.equal(first.finish().sequences, expected)
-    assert torch.equal(
-        model.generate(ids, max_new_tokens=NEW, prefix_cache=cache).sequences, expected
-    )
+    again = model.generate(ids, max_new_tokens=NEW, prefix_cache=cache).sequences
+    assert torch.equal(again, expected)
+    with pytest.raises(ValueError, match="belongs to another model"):
+        decode(EagleFSD(model.model, model.drafter), [3, 17, 5], cache)
