@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from sample_report import make_row
 from transformers import StopStringCriteria
 
 from eagle_fsd import EagleFSD, OptionsError, TreeConfig
@@ -28,29 +29,7 @@ from eagle_fsd.evaluation.tables import points_text
 from eagle_fsd.evaluation.verdict import conclusions
 from eagle_fsd.model.config import Settings
 
-
-def row(method: str, speed: float, right: float, lost: int = 0, gained: int = 0) -> dict[str, Any]:
-    found = {
-        "method": method,
-        "tokens_per_second": speed,
-        "speedup": speed / 50,
-        "speed_over_exact": speed / 100,
-        "speed_over_exact_interval": [speed / 100 - 0.01, speed / 100 + 0.01],
-        "accuracy": right,
-        "log_likelihood": -1.0,
-    }
-    if method != "exact":
-        found["against_exact"] = {
-            "accuracy_change": (gained - lost) / 100,
-            "lost": lost,
-            "gained": gained,
-            "paired": 100,
-            "agreement": {"answers": 100, "identical": 97},
-        }
-    return found
-
-
-EXACT_ROW = row("exact", 100, 0.90)
+EXACT_ROW = make_row("exact", 1.0)
 
 
 # -- conclusions -----------------------------------------------------------------------------------
@@ -64,22 +43,22 @@ def test_conclusions_name_the_fastest_method_within_a_margin() -> None:
     """The bounds hold for all settings at once; otherwise it is exact decoding."""
     rows = [
         EXACT_ROW,
-        row("a", 120, 0.89, 2, 1),
-        row("c", 150, 0.80, 10),
-        row("d", 130, 0.88, 4, 2),
+        make_row("a", 1.2, 2, 1),
+        make_row("c", 1.5, 10),
+        make_row("d", 1.3, 4, 2),
     ]
     wide, narrow = concluded(*rows, margins=(0.25, 0.1))
     assert wide.startswith(
         "Fastest with a loss of accuracy of at most 25 points (exact paired bound, 95% confidence"
-        " for all 3 settings): c, 3.00 times plain decoding, 1.50 times exact decoding; -10.0"
+        " for all 3 settings): c, 3.75 times plain decoding, 1.50 times exact decoding; -10.0"
         " points (10 lost, 0 gained of 100), and the loss is at most "
     )
     bound = points_text(loss_bound(4, 2, 100, 1 - 0.05 / 3))
-    assert ": d, 2.60 times plain decoding" in narrow
+    assert ": d, 3.25 times plain decoding" in narrow
     assert narrow.endswith(f"(4 lost, 2 gained of 100), and the loss is at most {bound} points.")
     assert concluded(EXACT_ROW, margins=(0.25,)) == []
-    noisy = {**row("noisy", 120, 0.89, 2, 1), "speed_over_exact_interval": [0.9, 1.5]}
-    for other in (noisy, row("slow", 80, 0.9), row("lossy", 150, 0.8, 10)):
+    noisy = {**make_row("noisy", 1.2, 2, 1), "speed_over_exact_interval": [0.9, 1.5]}
+    for other in (noisy, make_row("slow", 0.8), make_row("lossy", 1.5, 10)):
         (found,) = concluded(EXACT_ROW, other, margins=(0.05,))
         assert "for the setting): exact decoding; 100 questions without any difference" in found
         assert found.endswith("a loss of at most 2.97 points.")
