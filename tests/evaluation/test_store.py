@@ -66,17 +66,6 @@ def test_answers_from_other_inputs_are_rejected(tmp_path: Path) -> None:
     AnswerStore(tmp_path, "other", {**INPUTS, "seed": 1}, QUESTIONS).open()
 
 
-def test_answers_to_other_questions_are_rejected(tmp_path: Path) -> None:
-    few = {number: QUESTIONS[number] for number in (1, 3)}
-    for number in (3, 1, 0):
-        open_store(tmp_path).append(record_of(number))
-    assert [item["question_id"] for item in open_store(tmp_path).merge()] == [0, 1, 3]
-    with pytest.raises(ValueError, match="question_id 0 is not among the questions"):
-        AnswerStore(tmp_path, "exact", INPUTS, few).open()
-    with pytest.raises(ValueError, match="question 3 was answered with another text"):
-        AnswerStore(tmp_path, "exact", INPUTS, {**QUESTIONS, 3: "changed"}).open()
-
-
 def test_a_part_of_a_missing_process_is_read_up_to_its_last_complete_line(tmp_path: Path) -> None:
     """No process repairs that part, whose last line ends inside a character."""
     open_store(tmp_path)
