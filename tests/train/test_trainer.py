@@ -194,7 +194,7 @@ def test_other_trainings_resume_to_the_same_weights(train: Train, tmp_path: Path
         "tokens": {**TOKENS, "accumulate": 2, "epochs": 8, "draft_vocab_size": 200},
         "eagle3": EAGLE3,
     }.items():
-        settings: dict[str, Any] = {**options, "max_steps": 8}
+        settings: dict[str, Any] = {**options, "max_steps": 6}
         whole = train(f"{name}-whole", **settings)
         with killed(TrainingFolder, "append_metrics", 5):
             train(name, **settings)
