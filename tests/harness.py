@@ -77,7 +77,8 @@ def greedy_answer(model: EagleFSD, question: str, max_new_tokens: int = ANSWER_L
 def score(model: EagleFSD, ids: list[int], start: int) -> tuple[float, bool]:
     """Return the log-likelihood of ``ids[start:]``, and whether they are the greedy answer."""
     with torch.no_grad():
-        log_probs = model.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        log_probs = model.model(torch.tensor([ids], device=model.model.device))
+        log_probs = log_probs.logits[0, :-1].log_softmax(-1).cpu()
     rows, tokens = log_probs[start - 1 :], torch.tensor(ids[start:])
     total = float(rows.gather(1, tokens[:, None]).sum())
     return total, bool((rows.argmax(-1) == tokens).all())

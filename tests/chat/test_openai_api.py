@@ -90,7 +90,8 @@ def test_logprobs_are_the_targets(model: EagleFSD, client: openai.OpenAI) -> Non
     ids = tokenize(model)
     out = model.generate(ids, max_new_tokens=128, threshold=0.0).sequences
     with torch.no_grad():
-        log_probs = model.model(out).logits[0, ids.shape[1] - 1 : -1].log_softmax(-1)
+        logits = model.model(out.to(model.model.device)).logits.cpu()
+    log_probs = logits[0, ids.shape[1] - 1 : -1].log_softmax(-1)
     own = log_probs.gather(1, out[0, ids.shape[1] :, None])[:, 0].tolist()
     assert [item.logprob for item in content] == pytest.approx(own, abs=1e-4)
     assert all(len(item.top_logprobs) == 2 for item in content)
@@ -142,7 +143,8 @@ def test_prompt_log_probs(model: EagleFSD, client: openai.OpenAI) -> None:
         response = client.completions.create(prompt=prompts, max_tokens=new, logprobs=1, **options)
         for choice, text, tokens in zip(response.choices, texts, ids, strict=True):
             with torch.no_grad():
-                log_probs = model.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+                whole = torch.tensor([tokens], device=model.model.device)
+                log_probs = model.model(whole).logits[0].log_softmax(-1).cpu()
             own = log_probs[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
             columns: Any = choice.logprobs
             assert len(columns.token_logprobs) == len(tokens) + new

@@ -21,8 +21,7 @@ from eagle_fsd.chat import backend as backend_module
 from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.serve.guard import Guard
 from eagle_fsd.chat.serve.worker import FSDWorker, worker_app
-from eagle_fsd.model.self_check import check_target
-from eagle_fsd.model.target import Target
+from eagle_fsd.model.engine import Engine
 from eagle_fsd.utils.chat_templates import load_chat_template
 
 NOWHERE = "http://127.0.0.1:1"
@@ -187,8 +186,7 @@ def test_errors_are_outputs(
     (rejected,) = stream(client, temperature=-1)
     assert rejected["error_code"] == 40302
     assert "temperature" in rejected["text"]
-    check_target(worker.backend.model.target)
-    monkeypatch.setattr(Target, "forward_tree", lambda *_: 1 / 0)
+    monkeypatch.setattr(Engine, "step", lambda *_: 1 / 0)
     failed = generate(client)
     assert failed["error_code"] == 50001
     assert failed["text"] == "decoding failed: division by zero"

@@ -128,7 +128,8 @@ def test_threshold_that_accepts_nothing_is_explained(
     save_head(EagleHead(target.config, False).attach(target), tmp_path / "head")
     for head, shown in ((tmp_path / "head", True), (BUNDLED_HEAD, False)):
         pair = ("--target", BUNDLED_TARGET, "--head", head, "--threshold", 0.05)
-        status, _, errors = run("generate", *pair, "--max-new-tokens", 40, "--speedup", QUESTION)
+        limits = ("--device", "cpu", "--max-new-tokens", 40)
+        status, _, errors = run("generate", *pair, *limits, "--speedup", QUESTION)
         assert status == 0
         assert "as fast as plain decoding" in errors
         assert ("accepts hardly anything beyond lossless decoding" in errors) == shown

@@ -339,7 +339,9 @@ def test_training_text(healthy: Measurements, monkeypatch: pytest.MonkeyPatch) -
     foreign = [replace(a, ids=a.ids.clone()) for a in healthy.short]
     for answer in foreign:
         places = torch.arange(answer.start, len(answer.ids), 4)
-        answer.ids[places] = torch.randint(3, 1024, places.shape, generator=generator)
+        answer.ids[places] = torch.randint(3, 1024, places.shape, generator=generator).to(
+            answer.ids
+        )
     found = check_training_text(target, text_of(foreign))
     assert found.level == "note"
     assert "eagle-fsd train regenerate" in str(found.step)

@@ -128,7 +128,8 @@ def test_likelihoods_follow_from_the_stored_token_ids(model: EagleFSD, finished:
             ids = torch.tensor(choice["token_ids"][0])
             assert choice["prompt_ids"][0] == prompt.tolist()
             with torch.no_grad():
-                logits = model.model(torch.cat([prompt, ids])[None]).logits[0]
+                whole = torch.cat([prompt, ids])[None].to(model.model.device)
+                logits = model.model(whole).logits[0].cpu()
             log_probs = logits[len(prompt) - 1 : -1].log_softmax(-1)
             own, best = log_probs.gather(1, ids[:, None])[:, 0], log_probs.amax(-1)
             assert float(own.mean()) == pytest.approx(choice["log_likelihood"][0], abs=1e-5)
