@@ -64,10 +64,10 @@ def test_sweep_and_tune_with_another_drafter(drafter: str, tmp_path: Path) -> No
 
     own = Settings(threshold=0.2)
     tuning = tune(request.updated(out=tmp_path / "tune"), CONFIG, settings=own)
-    assert tuning.complete
-    assert [item.method.name for item in tuning.methods] == ["exact", "fsd"]
+    assert tuning.settings is not None
+    assert [item.method.name for item in tuning.search.races] == ["exact", "fsd"]
     assert list(tuning.batch) == [4]
-    exact, fsd = tuning.methods
+    exact, fsd = tuning.search.races
     assert {item.tree.top_k for item in (*exact.predicted, *fsd.predicted)} == {1}
     found = read_settings(tmp_path / "tune" / "fsd.json")
     assert found.drafter is not None
