@@ -56,6 +56,7 @@ class RuleStates:
         self._delayed = [isinstance(wrapper, DelayedRule) for wrapper in reversed(wrappers)]
         self._slots: dict[str, int] = {}
         self._values = torch.zeros(0, len(wrappers))
+        self._names: tuple[str, ...] = ()
         self._now: Tensor | None = None
 
     def keep_only(self, requests: Iterable[str]) -> None:
@@ -85,8 +86,10 @@ class RuleStates:
         if new:  # in a slot of an earlier request
             slots = torch.tensor([self._slots[name] for name in new])
             self._values.index_fill_(0, slots.to(device, non_blocking=True), 0.0)
-        slots = torch.tensor([self._slots[name] for name in requests])
-        self._now = slots.to(device, non_blocking=True)
+        if new or tuple(requests) != self._names:  # otherwise the slots of the last step
+            self._names = tuple(requests)
+            slots = torch.tensor([self._slots[name] for name in requests])
+            self._now = slots.to(device, non_blocking=True)
         state = self._values[self._now]
         for column, delayed in enumerate(self._delayed):
             if delayed:  # the engine also emits tokens without the rule

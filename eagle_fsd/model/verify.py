@@ -400,7 +400,8 @@ def _draft_draw(
     support is checked, its total variation distance from ``p`` is at most that of ``q``; a floor
     (``min_ratio > 0``) moves mass to the likelier tokens, which can increase the distance.
     """
-    assert inputs.drawn is not None
+    if inputs.drawn is None:
+        raise ValueError('selection="sample" needs a draw from the draft at every node')
     nodes = torch.arange(inputs.tree.size, device=gate.device).expand_as(gate)
     gate = gate & (inputs.tree.draft_rows >= 0)  # elsewhere there is no draft distribution
     admitted = rule.admits(inputs, nodes, inputs.drawn)
