@@ -171,8 +171,10 @@ class TreeCache(Cache):
     def copy_rows(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
         """Overwrite the first slots of rows, in every layer, reading all before writing any."""
         for store in self._stores:
-            for plane in store:  # one at a time, because the rows that are read are copied
-                plane[list(target), :length] = plane[list(source), :length]
+            # Indices that are lists would be sent to the device for every plane.
+            read, written = (torch.tensor(rows, device=store.device) for rows in (source, target))
+            for plane in store[:, :, :length]:  # one at a time: the rows that are read are copied
+                plane.index_copy_(0, written, plane.index_select(0, read))
 
     def clear(self, row: int, first: int, last: int) -> None:
         """Overwrite slots ``first`` to ``last`` of a row with zeros, in every layer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -183,8 +183,8 @@ class Engine:
         self._renew()
         first = len(self.rows)
         for group in self._prompts:  # fill the gap that dropped rows left
-            for place in range(len(group.rows)):
-                self._swap(first + place, group.first + place)
+            count = range(len(group.rows))
+            self._swap((first + place, group.first + place) for place in count)
             group.first, first = first, first + len(group.rows)
         self.reserve(first + len(rows), max(row.request.max_length for row in rows))
         width = max(row.request.decision.rule.state_size for row in rows)
@@ -258,8 +258,9 @@ class Engine:
             return
         self._prompts.popleft()
         live = len(self.rows)
+        count = range(len(group.rows))
+        self._swap((live + place, group.first + place) for place in count)
         for place, row in enumerate(group.rows):
-            self._swap(live + place, group.first + place)
             if self._drafts_from_cache and row.length:
                 self.caches.rows[live + place].entries = row.length - 1
         self._set_rows([*self.rows, *group.rows])
@@ -277,11 +278,14 @@ class Engine:
             group for group in self._prompts if not all(row.finished for row in group.rows)
         )
         order = list(range(len(self.rows)))
+        swapped = []
         for row in sorted(rows, reverse=True):
-            self._swap(row, len(order) - 1)
+            swapped.append((row, len(order) - 1))
             order[row] = order[-1]
             order.pop()
-            self.caches.touch(len(order))
+        self._swap(swapped)
+        for _, row in swapped:
+            self.caches.touch(row)
         self._set_rows([self.rows[row] for row in order])
         if self._ahead:
             self._ahead.order = [self._ahead.order[row] for row in order]
@@ -308,15 +312,22 @@ class Engine:
         cached = self.caches.rows[place]
         cached.written = max(cached.written, length + self._margin)
 
-    def _swap(self, one: int, other: int) -> None:
-        if one != other:
-            self._copy_rows([one, other], [other, one])
+    def _swap(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Swap rows, one pair after the other, by one copy of all rows that move."""
+        places: dict[int, int] = {}  # what each row is overwritten with
+        for one, other in pairs:
+            places[one], places[other] = places.get(other, other), places.get(one, one)
+        moved = {place: source for place, source in places.items() if place != source}
+        if moved:
+            self._copy_rows(list(moved.values()), list(moved))
 
     def _copy_rows(self, source: list[int], target: list[int]) -> None:
         self.caches.copy_rows(source, target)
         self.draft.copy_rows(source, target)
+        device = self.target.device
+        read, written = (torch.tensor(rows, device=device) for rows in (source, target))
         for tensor in self._tensors:
-            tensor[target] = tensor[source]
+            tensor[written] = tensor[read]
 
     def _reuse(self, place: int, ids: list[int]) -> int:
         """Move the row with the longest prefix of a prompt to a place; return its length.
@@ -329,7 +340,7 @@ class Engine:
         best = max(range(len(shared)), key=shared.__getitem__)
         if shared[best] < shared[0] + MIN_REUSED:
             best = 0  # moving a row costs more than processing a few tokens
-        self._swap(place, place + best)
+        self._swap([(place, place + best)])
         oldest = min(places, key=lambda row: caches.rows[row].used)
         if oldest != place and len(caches.rows[place].tokens) >= shared[best] + MIN_REUSED:
             self._copy_rows([place], [oldest])

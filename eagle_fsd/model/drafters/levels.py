@@ -258,5 +258,7 @@ class LevelState(DraftState):
         self.pending.copy_(kept.count)
 
     def copy_rows(self, source: Sequence[int], target: Sequence[int]) -> None:
+        device = self._rows[0].device
+        read, written = (torch.tensor(rows, device=device) for rows in (source, target))
         for tensor in self._rows:
-            tensor[list(target)] = tensor[list(source)]
+            tensor[written] = tensor[read]
