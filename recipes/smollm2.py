@@ -1,17 +1,21 @@
 """Train the heads of SmolLM2-135M-Instruct: ``python -m recipes.smollm2``.
 
-``chats`` has the target write chats, and answer the training questions of GSM8K if they are there;
-chats that share a question with a benchmark are left out. ``eagle2`` and ``eagle3`` train the heads
-on them, ``tune`` and ``calibrate`` select their settings on chats that are not trained on, which
-IFEval's prompts certify, ``card`` measures them on questions of Spec-Bench and writes the model
-cards, ``curve`` measures heads trained on fewer tokens, and ``speed`` compares decoding with
-Hugging Face's ``generate``, one factor at a time, with the EAGLE-3 head.
+The stages, in order:
 
-Every stage resumes: from its files in ``--work``, and without these from what is committed. The
-chats are compressed parts in ``smollm2_chats``, with their hashes in ``parts.json``; ``--parts``
-says how many there are to be, and parts that exist are kept. A training starts from the weights of
-the head in ``--out``, without the state of the optimizer. ``--tiny`` runs all of it on a handful of
-chats.
+- ``chats``: the target writes chats and, if the file is there, answers GSM8K's training questions.
+  Chats that share a question with a benchmark are left out.
+- ``features``: store what the target computes for these chats.
+- ``eagle2``, ``eagle3``: train the heads on these features.
+- ``tune``, ``calibrate``: select settings on held-out chats; IFEval's prompts certify them.
+- ``card``: measure the heads on questions of Spec-Bench, and write the model cards.
+- ``curve``: measure heads that were trained on fewer tokens.
+- ``speed``: compare the EAGLE-3 head with Hugging Face's ``generate``, one factor at a time.
+
+Every stage resumes from its files in ``--work``, or else from what is committed: the compressed
+parts in ``smollm2_chats``, whose hashes are in ``parts.json``, and the heads in ``--out``, from
+whose weights training starts, without the state of the optimizer. ``--parts`` is the number of
+parts; existing ones are kept, and more of them need another ``--work``. ``--tiny`` runs every stage
+on a handful of chats, in ``runs/smollm2-tiny``.
 """
 
 from __future__ import annotations
@@ -22,22 +26,25 @@ import json
 import logging
 import lzma
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from eagle_fsd.bundled import BUNDLED, SMOLLM2_HEADS
+from eagle_fsd.cli.console import progress
 from eagle_fsd.cli.train import WritingProgress
 from eagle_fsd.model.gguf import locate_model
 from eagle_fsd.model.loading import load_tokenizer
 from eagle_fsd.train.chat_file import Chat
 from eagle_fsd.train.config import (
+    FeaturesRequest,
     RegenerateConfig,
     RegenerateRequest,
     SynthesizeConfig,
@@ -45,10 +52,10 @@ from eagle_fsd.train.config import (
     TrainConfig,
     TrainRequest,
 )
+from eagle_fsd.train.feature_store import INDEX_FILE, store_features
 from eagle_fsd.train.loaded_target import fastest_dtype
 from eagle_fsd.train.record import read_record
 from eagle_fsd.train.regenerate import regenerate
-from eagle_fsd.train.run import BYTES_PER_TOKEN
 from eagle_fsd.train.synthesize import synthesize
 from eagle_fsd.train.training_folder import TrainingFolder
 from eagle_fsd.utils.files import atomic_write, read_jsonl
@@ -63,7 +70,7 @@ from recipes.publish import (
 )
 
 TARGET = "smollm2"
-STAGES = ("chats", "eagle2", "eagle3", "tune", "calibrate", "card", "curve", "speed")
+STAGES = ("chats", "features", "eagle2", "eagle3", "tune", "calibrate", "card", "curve", "speed")
 SHARED = Path("../shared/data")
 #: Questions whose answers are written for training.
 GSM8K = "gsm8k_train.jsonl"
@@ -81,22 +88,20 @@ TUNING_CHATS = 128
 #: IFEval's prompts that it may lose.
 MAX_REGRET, MAX_DROP = 0.05, 3
 #: Heads by stage. The target's projection has 49,152 rows, which every level of a draft tree reads;
-#: an EAGLE-3 head contains its rows, and 16 MB hold 4,096. After 60 steps, the EAGLE-2 head's most
-#: likely token was the target's at 30 % of positions with a learning rate of 1e-3, at 21 % with
-#: 3e-4, and at 26 % with 3e-3.
+#: an EAGLE-3 head contains its rows, and 16 MB hold 4,096.
 CONFIGS = {
     "eagle2": TrainConfig(
-        draft_vocab_size=8192, tokens_per_batch=2048, lr=1e-3, unroll=2, epochs=6
+        draft_vocab_size=8192, tokens_per_batch=4096, lr=1.5e-3, unroll=3, epochs=3
     ),
     "eagle3": TrainConfig(
         head_type="eagle3",
         draft_vocab_size=4096,
         fc_norm=True,
         norm_output=True,
-        tokens_per_batch=2048,
-        lr=1e-3,
-        unroll=3,
-        epochs=4,
+        tokens_per_batch=4096,
+        lr=1.5e-3,
+        unroll=4,
+        epochs=3,
     ),
 }
 
@@ -145,10 +150,10 @@ class Scale:
     batch_size: int = 96
     max_steps: int | None = None
     tuning: int = 16
-    questions: int = 80
+    questions: int = 26
     timed: int = 26
     prompts: int | None = None
-    curve: tuple[int, ...] = (100_000, 300_000, 1_000_000, 3_000_000)
+    curve: tuple[int, ...] = (100_000, 300_000, 1_000_000)
 
 
 TINY = Scale(
@@ -162,7 +167,7 @@ TINY = Scale(
     questions=6,
     timed=6,
     prompts=6,
-    curve=(500, 1000),
+    curve=(500,),
 )
 
 
@@ -188,8 +193,10 @@ class Recipe:
         """Run a stage."""
         if stage == "chats":
             self.write_chats()
+        elif stage == "features":
+            self.store_features()
         elif stage in CONFIGS:
-            self.train(stage, self.training_file(), self.work / stage, self.head(stage))
+            self.train(stage, self.work / "features", self.work / stage, self.head(stage))
         elif stage in ("tune", "calibrate"):
             for name in CONFIGS:
                 self.select_settings(stage, name)
@@ -250,19 +257,11 @@ class Recipe:
         answered = regenerate(request, config, progress=shown.stage, on_tokens=shown.add_tokens)
         return [] if answered is None else list(answered)
 
-    def training_file(self, tokens: float = float("inf")) -> Path:
-        """Write the chats to train on, about so many tokens of them, and return the file."""
-        kept: list[str] = []
-        room = tokens * BYTES_PER_TOKEN
-        for chat in self._split_chats()[1]:
-            line = json.dumps({"messages": chat}) + "\n"
-            room -= len(line)
-            if room < 0:
-                break
-            kept.append(line)
-        suffix = "" if tokens == float("inf") else f"-{tokens:.0f}"
-        file = self.work / f"chats{suffix}.jsonl"
-        atomic_write(file, "".join(kept))
+    def training_file(self) -> Path:
+        """Write the chats to train on, and return the file."""
+        file = self.work / "chats.jsonl"
+        chats = self._split_chats()[1]
+        atomic_write(file, "".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
         return file
 
     def _split_chats(self) -> tuple[list[Chat], list[Chat]]:
@@ -273,7 +272,35 @@ class Recipe:
 
     # -- heads -------------------------------------------------------------------------------------
 
-    def train(self, stage: str, chats: Path, folder: Path, out: Path) -> None:
+    def store_features(self) -> None:
+        """Store the features that both heads need: those of the EAGLE-3 head."""
+        request = FeaturesRequest(
+            data=self.training_file(),
+            target=TARGET,
+            dtype=fastest_dtype(),
+            out=self.work / "features",
+            head_type="eagle3",
+        )
+        store_features(request, progress=progress)
+
+    def some_features(self, about: int) -> Path:
+        """Make a folder with the stored features of about so many tokens, and return it.
+
+        They are those of random chats, and larger folders contain the chats of smaller ones.
+        """
+        folder = self.work / f"features-{about}"
+        index = json.loads((self.work / "features" / INDEX_FILE).read_text())
+        shards = []
+        for shard in random.Random(0).sample(index["shards"], len(index["shards"])):
+            if about <= 0:
+                break
+            about -= sum(tokens for _, tokens, _ in shard["chats"])
+            shards.append({**shard, "file": f"../features/{shard['file']}"})
+        folder.mkdir(exist_ok=True)
+        atomic_write(folder / INDEX_FILE, json.dumps({**index, "shards": shards}))
+        return folder
+
+    def train(self, stage: str, features: Path, folder: Path, out: Path) -> None:
         """Train a head in a folder, from the one in ``out`` if there is one, and save it there."""
         training = TrainingFolder(folder)
         start = None
@@ -282,12 +309,12 @@ class Recipe:
         elif training.exists:
             start = json.loads((folder / "recipe.json").read_text())["data"]["head"]
         request = TrainRequest(
-            data=chats,
+            features=features,
             out=folder,
             target=TARGET,
+            dtype=fastest_dtype(),
             head=start,
             resume=training.exists,
-            store_features=True,
         )
         config = CONFIGS[stage].updated(max_steps=self.scale.max_steps)
         train_and_save(request, config, out, torch.bfloat16)
@@ -339,32 +366,27 @@ class Recipe:
         for method, row in rows.items():
             lines.append(f"| {method} | {describe_tree(row)} | {row['tau']:.2f} |")
         card = _CARD.replace("{kind}", name.upper().replace("EAGLE", "EAGLE-"))
-        chats = read_record(self.head(name))["data"]["records"]
-        write_card(self.head(name), card, "\n".join(lines), chats)
+        write_card(self.head(name), card, "\n".join(lines), len(self._split_chats()[1]))
 
     def measure_curve(self) -> None:
-        """Train heads on fewer tokens, and measure tau of exact decoding with each."""
+        """Measure tau of exact decoding with heads trained on fewer tokens, then with the heads."""
         file = self.data / "smollm2_curve.json"
         rows: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
         measured = {(row["head"], row["about"]) for row in rows}
-        for stage in CONFIGS:
-            for about in self.scale.curve:
-                if (stage, about) in measured:
-                    continue
+        for stage, about in product(CONFIGS, (*self.scale.curve, None)):
+            if (stage, about) in measured:
+                continue
+            head = self.head(stage)
+            if about is not None:
                 folder = self.work / "curve" / f"{stage}-{about}"
-                out = folder.with_name(f"{folder.name}-head")
-                self.train(stage, self.training_file(about), folder, out)
-                record = read_record(out)
-                rows.append(
-                    {
-                        "head": stage,
-                        "about": about,
-                        "tokens": record["tokens"],  # in all epochs
-                        "epochs": record["settings"]["epochs"],
-                        "tau": self._measure(out, "exact")["exact"]["tau"],
-                    }
-                )
-                atomic_write(file, json.dumps(rows, indent=2) + "\n")
+                head = folder.with_name(f"{folder.name}-head")
+                self.train(stage, self.some_features(about), folder, head)
+            record = read_record(head)
+            epochs = record["settings"]["epochs"]
+            row = {"head": stage, "about": about, "tokens": record["tokens"] // epochs}
+            row |= {"epochs": epochs, "tau": self._measure(head, "exact")["exact"]["tau"]}
+            rows.append(row)
+            atomic_write(file, json.dumps(rows, indent=2) + "\n")
 
     def measure_speed(self) -> None:
         """Measure every factor with the EAGLE-3 head; the table is ``smollm2_speed.md``."""
@@ -400,7 +422,7 @@ class Recipe:
             atomic_write(self.data / "smollm2_speed.md", "\n".join(lines) + "\n")
 
     def _measure(self, head: Path, *methods: str) -> dict[str, dict[str, Any]]:
-        limit = min(256, self.scale.max_new_tokens)
+        limit = min(128, self.scale.max_new_tokens)
         return measure(
             TARGET,
             head,
@@ -476,10 +498,9 @@ def read_chats(folder: Path) -> list[Chat]:
 def main() -> None:
     """Run the stages that the command line selects."""
     parser = argparse.ArgumentParser(description="Train the heads of SmolLM2-135M-Instruct.")
-    here = Path(__file__).parent
-    parser.add_argument("--out", type=Path, default=BUNDLED, help="parent of the heads' folders")
-    parser.add_argument("--data", type=Path, default=here, help="folder of chats and curve")
-    parser.add_argument("--work", type=Path, default=Path("runs/smollm2"), help="work files")
+    parser.add_argument("--out", type=Path, help="folder of the heads; default: the package")
+    parser.add_argument("--data", type=Path, help="folder of chats and tables; default: recipes")
+    parser.add_argument("--work", type=Path, help="work files; default: runs/smollm2")
     parser.add_argument(
         "--stage", action="append", choices=STAGES, help="stage to run; default: all of them"
     )
@@ -487,11 +508,15 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a handful of chats and steps")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    options.work.mkdir(parents=True, exist_ok=True)
-    scale = TINY if options.tiny else Scale()
+    scale, out, data, work = Scale(), BUNDLED, Path(__file__).parent, Path("runs/smollm2")
+    if options.tiny:  # neither reads nor replaces what is committed
+        trial = Path("runs/smollm2-tiny")
+        scale, out, data, work = TINY, trial / "heads", trial, trial / "work"
     if options.parts is not None:
         scale = replace(scale, parts=options.parts)
-    recipe = Recipe(options.out, options.data, options.work, scale)
+    work = options.work or work
+    work.mkdir(parents=True, exist_ok=True)
+    recipe = Recipe(options.out or out, options.data or data, work, scale)
     for stage in options.stage or STAGES:
         log.info("stage %s", stage)
         recipe.run(stage)

@@ -332,12 +332,14 @@ class Batch:
         needed = max(rows, reserved_rows), max(request.max_length, reserved_length)
         if needed == engine.reserved:
             return True
+        # Make room for those that follow, too, because what is cached is copied.
         preferred = needed
+        if request.max_length > reserved_length:
+            preferred = needed[0], max(needed[1], reserved_length * 5 // 4)
         if rows > reserved_rows:
-            # Make room for those that follow, too, because what is cached is copied.
             others = [item.request for item in itertools.islice(self._waiting, 1, self.max_rows)]
             others = [item for item in others if item.engine_key == request.engine_key]
-            longest = max([needed[1], *(item.max_length for item in others)])
+            longest = max([preferred[1], *(item.max_length for item in others)])
             expected_rows = min(self.max_rows, max(2 * reserved_rows, rows + len(others)))
             preferred = max(rows, expected_rows), longest
         for size in (preferred, needed):

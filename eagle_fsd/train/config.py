@@ -348,7 +348,7 @@ class SynthesizeRequest(TargetOptions):
     count: int = Field(1000, ge=1, description="Number of usable chats.")
     dtype: str | None = Field(
         None,
-        description="float32, bfloat16 or float16; default: bfloat16 where the CPU computes in it,"
+        description="float32, bfloat16 or float16; default: bfloat16 on a CPU that is faster in it,"
         " else float32 on a CPU and the checkpoint's on a GPU.",
     )
     device_map: DeviceMap = None

@@ -72,6 +72,7 @@ class FeatureStore(Dataset[Example]):
             content = json.loads(index.read_text(encoding="utf-8"))
             self.fingerprint, self.complete = content["made_from"], content["complete"]
             self.shards = content["shards"]
+            self._states = list(range(len(self.fingerprint["states"])))
             chats = 0
             for shard in self.shards:
                 shard.setdefault("first", chats)  # absent in stores of earlier versions
@@ -111,10 +112,21 @@ class FeatureStore(Dataset[Example]):
             ids=shard.get_slice("ids")[rows].tolist(),
             assistant_mask=[False] * tokens if index == FILLER else mask.tolist(),
             truncated=truncated,
-            features=shard.get_slice("features")[rows],
+            features=shard.get_slice("features")[rows]
+            .unflatten(-1, (len(self.fingerprint["states"]), -1))[:, self._states]
+            .flatten(1),
             # Absent in stores of earlier versions.
             best=shard.get_slice("best")[rows] if "best" in set(shard.keys()) else None,
         )
+
+    def select(self, states: Sequence[int]) -> None:
+        """Read only these hidden states; raises ValueError unless all of them are stored."""
+        stored = self.fingerprint["states"]
+        if missing := set(states) - set(stored):
+            raise ValueError(
+                f"{self.folder} holds the hidden states {stored}, without {sorted(missing)}"
+            )
+        self._states = [stored.index(state) for state in states]
 
     def size(self, index: int) -> int:
         """Return the number of tokens of a chat."""

@@ -170,7 +170,7 @@ def train(
 
 
 def make_accelerator(out: str | Path, cpu: bool = False) -> Accelerator:
-    """Create an accelerator, with mixed precision in bfloat16 on hardware that computes in it.
+    """Create an accelerator, with mixed precision in bfloat16 on hardware that is faster in it.
 
     A precision set by ``accelerate launch`` takes precedence. ``out`` receives TensorBoard's files.
     """
@@ -197,11 +197,11 @@ def _open_features(
         raise ValueError(f"{request.features} is incomplete; run eagle-fsd train features again")
     if fingerprint["target"] != target_name(request):
         raise ValueError(f"{request.features} holds features of the target {fingerprint['target']}")
-    if fingerprint["states"] != list(states):
-        raise ValueError(
-            f"{request.features} holds the hidden states {fingerprint['states']}, not"
-            f" {list(states)}; run eagle-fsd train features --head-type {config.head_type}"
-        )
+    try:
+        store.select(states)
+    except ValueError as error:
+        command = f"eagle-fsd train features --head-type {config.head_type}"
+        raise ValueError(f"{error}; run {command}") from None
     given_length = length if "max_length" in config.model_fields_set else None
     for option, given, stored in (
         ("max_length", given_length, fingerprint["max_length"]),

@@ -103,10 +103,10 @@ def test_features_are_hidden_states_of_the_target() -> None:
     assert torch.equal(compute_features(target, ids, states), expected)
 
 
-def test_features_are_stored_for_one_type_of_head(
+def test_features_of_an_eagle3_head_train_both_types_of_heads(
     train: Train, target: Path, data: Path, tmp_path: Path
 ) -> None:
-    """Features are stored in bfloat16, and features for another type of head are rejected."""
+    """Features are stored in bfloat16; those of an EAGLE-2 head are too few for the other type."""
     request = FeaturesRequest(data=data, out=tmp_path / "features", target=target, max_length=64)
     store_features(request.updated(head_type="eagle3"))
     store = FeatureStore(request.out)
@@ -122,9 +122,14 @@ def test_features_are_stored_for_one_type_of_head(
     assert torch.equal(needed, logits.argmax(-1))
     losses = read_losses(train("stored", features=request.out, max_steps=3, **EAGLE3))
     assert losses.isfinite().all()
-    with pytest.raises(ValueError, match=r"holds the hidden states \[2, 4, 5, -1\], not \[-1\]"):
-        train("eagle", features=request.out)
-    assert not (tmp_path / "eagle").exists()
+    second = request.updated(head_type="eagle", out=tmp_path / "own")
+    store_features(second)
+    shared = read_losses(train("eagle", features=request.out, max_steps=3))
+    assert torch.equal(shared, read_losses(train("own-eagle", features=second.out, max_steps=3)))
+    message = r"holds the hidden states \[-1\], without \[2, 4, 5\]; run .* --head-type eagle3"
+    with pytest.raises(ValueError, match=message):
+        train("third", features=second.out, **EAGLE3)
+    assert not (tmp_path / "third").exists()
 
 
 # -- draft vocabulary ------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import timeit
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ from eagle_fsd.train.feature_store import (
     write_features,
 )
 from eagle_fsd.train.features import add_noise, compute_features
-from eagle_fsd.train.loaded_target import LoadedTarget
+from eagle_fsd.train.loaded_target import LoadedTarget, fastest_dtype
 
 COUNT = 23
 MAX_LENGTH = 100
@@ -238,6 +239,19 @@ def test_features_of_other_data_are_not_resumed(
         FeatureStore(folder)
     with pytest.raises(ValueError, match="holds no features"):
         FeatureStore(tmp_path / "elsewhere")
+
+
+def test_the_fastest_dtype_multiplies_no_slower_than_float32() -> None:
+    """Instructions for bfloat16 can be slower than those for float32."""
+    found = fastest_dtype()
+    assert found in (None, "bfloat16")
+
+    def seconds(dtype: torch.dtype) -> float:
+        one, other = torch.ones(512, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+        return min(timeit.repeat(lambda: one @ other, number=1, repeat=20))
+
+    if found is not None:
+        assert seconds(torch.bfloat16) < 1.2 * seconds(torch.float32)
 
 
 # -- training on stored features -------------------------------------------------------------------
