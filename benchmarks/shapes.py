@@ -22,7 +22,6 @@ import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -247,14 +246,12 @@ def grow(options: argparse.Namespace) -> None:
     if options.quick:
         shape, base, ranges, timing = "tiny", {**base, CONTEXT: 16, TREE: 8}, QUICK_RANGES, QUICK
     base = {VOCABULARY: SHAPES[shape].vocab_size, **base}
+    answer = (options.accepted + 1) * (timing.steps + 1)  # tokens of a timed call
+    longest = SHAPES[shape].max_position_embeddings - answer
+    ranges = {**ranges, CONTEXT: tuple(size for size in ranges[CONTEXT] if size <= longest)}
 
-    @lru_cache(maxsize=1)
-    def new_pair(vocab_size: int) -> tuple[Any, Any]:
-        gc.collect()
-        model = random_target(SHAPES[shape], options.device, options.dtype, vocab_size=vocab_size)
-        return model, random_head(model)
-
-    # A run that is stopped has points of every range. Another vocabulary takes other models.
+    # Ranges take turns, so that a run that is stopped has points of each. The vocabulary comes
+    # last, because each of its points needs new models.
     points = [
         (name, values[at])
         for at in range(max(map(len, ranges.values())))
@@ -265,16 +262,23 @@ def grow(options: argparse.Namespace) -> None:
     fixed = ", ".join(f"{name} {value}" for name, value in base.items())
     note = f"Milliseconds per step, {shape} shape; unless it varies, {fixed}."
     tables: dict[str, Table] = {}
+    model = head = pair = None
     for number, (name, value) in enumerate(points, 1):
         if time.monotonic() > end:
             break
         point = {**base, name: value}
         size = TreeConfig(total_tokens=point[TREE], depth=tree.depth, top_k=tree.top_k)
-        pair = EagleFSD(*new_pair(point[VOCABULARY]), size)
+        if model is None or name == VOCABULARY:
+            model = head = pair = None  # free the old models first
+            gc.collect()
+            changes = {"vocab_size": point[VOCABULARY]}
+            model = random_target(SHAPES[shape], options.device, options.dtype, **changes)
+            head = random_head(model)
+        pair = EagleFSD(model, head, size)
         label = f"point {number} of {len(points)}: {name} {value}"
-        _, times = _time(
+        times = _time(
             options, pair, rows=point[BATCH], context=point[CONTEXT], timing=timing, label=label
-        )
+        )[1]  # contenders would keep the models
         row = {name: value, **{way: 1e3 * steps.seconds for way, steps in times.items()}}
         if name not in tables:
             tables[name] = Table(f"Growth with the {name}", {key: key for key in row}, [], note)

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,17 +166,31 @@ def test_shapes_force_acceptance(quick: Quick) -> None:
             assert row["floor_ms"] > plain["floor_ms"]
 
 
-def test_growth_varies_one_size_at_a_time(quick: Quick, compiled: set[tuple[int, bool]]) -> None:
+def test_growth_varies_one_size_at_a_time(
+    quick: Quick, compiled: set[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, ranges = shapes.random_target, dict(shapes.QUICK_RANGES)
+    targets: list[weakref.ref[Any]] = []
+
+    def random_target(*args: Any, **changes: Any) -> Any:
+        assert not any(target() for target in targets)  # one is in memory at a time
+        target = create(*args, **changes)
+        targets.append(weakref.ref(target))
+        return target
+
+    monkeypatch.setattr(shapes, "random_target", random_target)
+    whole = shapes.SHAPES["tiny"].max_position_embeddings  # leaves no room for an answer
+    sizes = (*ranges[shapes.CONTEXT], whole)
+    monkeypatch.setitem(shapes.QUICK_RANGES, shapes.CONTEXT, sizes)
     name, tables, _ = quick(shapes, "--growth", "--compile", saves=8)
     assert name == "growth-cpu"
+    assert len(targets) == 1 + len(ranges[shapes.VOCABULARY])
     found = {title.removeprefix("Growth with the "): rows for title, rows in tables.items()}
-    assert {key: tuple(row[key] for row in rows) for key, rows in found.items()} == (
-        shapes.QUICK_RANGES
-    )
+    assert {key: tuple(row[key] for row in rows) for key, rows in found.items()} == ranges
     assert all(row[way] > 0.0 for rows in found.values() for row in rows for way in (PLAIN, FSD))
     assert compiled == {(1, True), (2, True)}
     _, tables, _ = quick(shapes, "--growth", "--seconds", "0.006")
-    assert sum(map(len, tables.values())) < sum(map(len, shapes.QUICK_RANGES.values()))
+    assert sum(map(len, tables.values())) < sum(map(len, ranges.values()))
 
 
 def test_batches_give_the_same_answers(quick: Quick) -> None:
