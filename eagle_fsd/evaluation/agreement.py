@@ -115,17 +115,21 @@ def regret_summary(records: Sequence[Record]) -> dict[str, Any] | None:
 
     The regret of a token is ``max log p - log p(x)`` in nats, with ``p`` the target's distribution
     before sampling options; ``per_token`` is the sum of all divided by the number of all tokens.
-    None without fuzzy tokens, and if their regrets were not recorded.
+    Returns None if there are no fuzzy tokens, or if their regrets were not recorded.
     """
-    choices = [choice for record in records for choice in record["choices"]]
-    values = [value for choice in choices for value in chain(*choice["regrets"])]
+    choices = [record["choices"] for record in records]
+    by_question = [
+        [value for one in own for turn in one["regrets"] for value in turn] for own in choices
+    ]
+    values = list(chain(*by_question))
     if not values or None in values:
         return None
     regrets = np.array(values)
-    sums = np.array([sum(chain(*choice["regrets"])) for choice in choices])
-    tokens = np.array([sum(choice["new_tokens"]) for choice in choices])
+    # The interval is over questions, because samples of one question are not independent.
+    sums = np.array([sum(own) for own in by_question])
+    tokens = np.array([sum(sum(one["new_tokens"]) for one in own) for own in choices])
     per_token = float(sums.sum() / tokens.sum())
-    # The ratio of two sums over answers, linearized.
+    # The ratio of two sums over questions, linearized.
     interval = Mean.of(((sums - per_token * tokens) / tokens.mean()).tolist()).interval
     return {
         "fuzzy_tokens": len(regrets),

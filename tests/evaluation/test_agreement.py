@@ -84,6 +84,11 @@ def test_regrets_are_summed_over_all_tokens() -> None:
     assert found["per_token"] == pytest.approx(2.0 / 40)
     low, high = found["per_token_interval"]
     assert low < 0.05 < high
+    # Ten equal samples of each question are no more evidence than one.
+    repeated = regret_summary([{**item, "choices": 10 * item["choices"]} for item in records])
+    assert repeated is not None
+    assert repeated["fuzzy_tokens"] == 20
+    assert repeated["per_token_interval"] == pytest.approx([low, high])
     assert regret_summary([record_of(0, [1])]) is None
 
 
