@@ -132,23 +132,25 @@ def _print(found: dict[str, Any]) -> None:
         out.print(f"acceptance: {found['acceptance']}; {bound}", soft_wrap=True)
     out.print()
     for finding in found["findings"]:
-        line = Text(f"{finding['level']:<8}", STYLES[finding["level"]])
-        line.append(f"{finding['check']:<15} {finding['evidence']}", "")
+        line = Text.assemble(
+            (f"{finding['level']:<8}", STYLES[finding["level"]]),
+            f"{finding['check']:<15} {finding['evidence']}",
+        )
         out.print(line, soft_wrap=True)
     out.print()
-    lines: list[tuple[str, ...]] = []
+    by_length = []
     for row in found["by_length"]:
-        agreement = "" if row["agreement"] is None else f"{row['agreement']:.1%}"
+        cell = "" if row["agreement"] is None else f"{row['agreement']:.1%}"
         span = f"{row['first']}-{row['last']}"
-        lines.append((span, str(row["steps"]), f"{row['tau']:.2f}", agreement))
-    print_table(("context", "steps", "tau", "agreement"), lines)
+        by_length.append((span, str(row["steps"]), f"{row['tau']:.2f}", cell))
+    print_table(("context", "steps", "tau", "agreement"), by_length)
     out.print()
-    lines = [
+    by_depth = [
         (str(row["depth"]), str(row["steps"]), f"{row['accepted']:.1%}")
         for row in found["by_depth"]
     ]
-    if lines:
-        print_table(("depth", "steps", "accepted"), lines)
+    if by_depth:
+        print_table(("depth", "steps", "accepted"), by_depth)
         out.print()
     step = found["next_step"]
     out.print(f"Next step: {step}." if step else "Nothing to repair.", soft_wrap=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -429,6 +431,16 @@ def test_drafter_without_a_network_gets_tables(run: Run, tmp_path: Path) -> None
     assert sum(row["steps"] for row in found["by_length"]) > 4
     assert all(row["agreement"] is None for row in found["by_length"])
     assert found["by_depth"] == []
+
+
+def test_only_levels_are_colored(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    colored = Console(force_terminal=True, color_system="standard", highlight=False, markup=False)
+    monkeypatch.setattr("eagle_fsd.cli.doctor.out", colored)
+    small = ("--prompts", "bundled", "--count", 1, "--max-new-tokens", 8, "--drafter", "ngram")
+    _, out, _ = run("doctor", *small, "--target", BUNDLED_TARGET)
+    colors = re.findall(r"^\x1b\[(.+?)m(\w+) +\x1b\[0m\w[^\x1b]+$", out, re.MULTILINE)
+    assert colors
+    assert set(colors) <= {("32", "ok"), ("33", "note"), ("1;31", "problem")}
 
 
 def test_the_tree_is_that_of_exact_decoding(healthy: Measurements) -> None:
