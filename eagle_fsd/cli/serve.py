@@ -54,12 +54,14 @@ def _check_url(url: str, info: ValidationInfo) -> str:
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        valid = valid and "@" not in parts.netloc  # a worker's address gets a key as password
+        # A worker's address gets a key as password, and routes are appended.
+        valid = valid and "@" not in parts.netloc and not re.search("[?#]", url)
     except ValueError:  # the port is not a number in range
         valid = False
     if not valid:
         raise ValueError(
-            f"--{info.field_name} must be a URL such as http://machine:21001; got {url}"
+            f"--{info.field_name} must be a URL such as http://machine:21001, without"
+            f" credentials, query or fragment; got {url}"
         )
     return url.rstrip("/")
 

@@ -51,6 +51,8 @@ USAGE_ERRORS: list[tuple[str, str]] = [
     ("serve worker --controller http://machine:99999", "--controller must be a URL"),
     ("serve worker --controller http://[::1", "--controller must be a URL"),
     ("serve worker --address ftp://machine", "--address must be a URL such as http://"),
+    ("serve worker --address http://machine:1?a", "without credentials, query or fragment; got"),
+    ("serve worker --address http://machine:1/#", "without credentials, query or fragment; got"),
     ("serve worker --controller http://machine1:1", "cannot reach this worker at 127.0.0.1"),
     ("serve worker --controller http://machine1:1 --host 0.0.0.0", "set --address"),
 ]
