@@ -102,10 +102,11 @@ class ChatFile(Sequence[Chat]):
         return len(self._offsets)
 
     def __getitem__(self, index: int) -> Chat:  # type: ignore[override]
-        if self._file is None:
-            self._file = self.path.open("rb")
+        # Another thread may open the file, too; the reference keeps this one open meanwhile.
+        if (file := self._file) is None:
+            file = self._file = self.path.open("rb")
         # Worker processes share the file's position, which this does not use.
-        text = os.pread(self._file.fileno(), self._sizes[index], self._offsets[index])
+        text = os.pread(file.fileno(), self._sizes[index], self._offsets[index])
         chat, _ = parse_chat(text)
         return chat
 

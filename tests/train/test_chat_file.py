@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
+import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -261,6 +265,26 @@ def test_copies_and_forked_processes_do_not_share_a_file_position(tmp_path: Path
     loader = DataLoader(file, batch_size=None, sampler=order, num_workers=2)  # forks
     assert list(loader) == [chats[number] for number in order]
     assert file[8] == chats[8]
+
+
+def test_threads_may_read_their_first_chats_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = read(tmp_path, json.dumps(GOOD))
+    both, open_file, pread = Barrier(2), Path.open, os.pread
+
+    def open_together(*arguments: Any) -> Any:
+        both.wait(10)
+        return open_file(*arguments)
+
+    def read_later(*arguments: Any) -> bytes:
+        time.sleep(0.05)
+        return pread(*arguments)
+
+    monkeypatch.setattr(Path, "open", open_together)
+    monkeypatch.setattr(os, "pread", read_later)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(file.__getitem__, [0, 0])) == [HELLO, HELLO]
 
 
 # -- memory ----------------------------------------------------------------------------------------
