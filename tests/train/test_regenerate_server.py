@@ -23,6 +23,7 @@ from eagle_fsd.utils.options import OptionsError
 
 MODEL, KEY = "org/target", "secret-key"
 COUNT = 9
+TURNS = 2 * COUNT  # answers: the chats have one, two and three in equal parts
 #: Seconds until a wait for an event fails.
 TIMEOUT = 100
 TOO_LONG = "This model's maximum context length is 64 tokens."
@@ -107,13 +108,12 @@ def is_first_turn(messages: Messages, number: int) -> bool:
 
 
 def test_turns_follow_the_rewritten_ones_before_them(rewrite: ServerRewriting) -> None:
-    """Each turn is rewritten after those before it, and output of other options is rejected."""
     reported: list[tuple[int, int]] = []
     counted: list[int] = []
     rewritten = rewrite(
         lambda *now: reported.append(now), counted.append, top_k=5, seed=3, concurrency=1
     )
-    assert counted == [2] * 2 * COUNT  # the stub counts words
+    assert counted == [2] * TURNS  # the stub counts words
     assert rewrite.stub.peak == 1
     assert rewrite.lines() == rewrite.expected
     assert len(rewritten) == COUNT
@@ -123,14 +123,18 @@ def test_turns_follow_the_rewritten_ones_before_them(rewrite: ServerRewriting) -
     assert (first["temperature"], first["top_p"], first["top_k"]) == (0.7, 1.0, 5)
     assert first["max_tokens"] == 7
     seeds = [body["seed"] for body in rewrite.stub.requests]
-    assert len(set(seeds)) == len(seeds) == 2 * COUNT
+    assert len(set(seeds)) == len(seeds) == TURNS
+
+
+def test_output_is_resumed_only_with_the_same_options(rewrite: ServerRewriting) -> None:
     given = {"seed": 3, "top_k": 5}
+    rewrite(**given)
     for change in ({"model": "org/other"}, {"temperature": 0.5}, {"top_k": 3}, {"seed": 9}):
         with pytest.raises(ValueError, match="was written from other chats or options"):
             rewrite(**{**given, **change})
     assert rewrite(concurrency=3, retries=0, batch_size=2, **given).path == rewrite.out
     assert rewrite.lines() == rewrite.expected
-    assert len(rewrite.stub.requests) == 2 * COUNT  # nothing was left to do
+    assert len(rewrite.stub.requests) == TURNS  # nothing was left to do
 
 
 def test_failing_server_ends_the_run_which_resumes(rewrite: ServerRewriting) -> None:
