@@ -51,7 +51,7 @@ on {machine}, {date}.
 class DraftModelConfig:
     """Hyperparameters of the draft model; the defaults are the bundled draft model's.
 
-    ``layers`` are the target's decoder layers that it starts from, ``decay_share`` is the fraction
+    ``layers`` are the target's decoder layers that it starts from. ``decay_share`` is the fraction
     of the steps, at the end, over which the learning rate decays to 0.
     """
 

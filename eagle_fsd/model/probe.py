@@ -78,12 +78,15 @@ def gate_divergences(
 
 
 def describe_closed_gate(divergences: Tensor, threshold: float) -> str | None:
-    """Say that a threshold opens FSD's gate hardly anywhere; None if it does, or without nodes."""
+    """Return a warning if FSD's gate is open at less than :data:`MIN_OPEN` of the nodes, else None.
+
+    Without nodes, None is returned.
+    """
     share = float((divergences < threshold).double().mean()) if len(divergences) else 1.0
     if share >= MIN_OPEN:
         return None
     return (
         f"threshold {threshold:g} accepts hardly anything beyond lossless decoding: the divergence"
-        f" between target and drafter is below it at {share:.1%} of the drafted positions, its"
+        f" between target and drafter is below it at {share:.1%} of the drafted positions, and its"
         f" median is {float(divergences.median()):.2f}"
     )

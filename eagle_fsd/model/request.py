@@ -81,10 +81,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Decision:
-    """How the tokens of a row are decided. Rows with equal decisions are verified together.
+    """The options that decide a row's tokens; rows with equal decisions are verified together.
 
-    The seed does not count, and warpers of Hugging Face count by what they do, as ``law``.
-    ``details`` is the number of alternatives to report; None for no details.
+    Equality ignores the seed. It compares ``law`` instead of ``warpers``, so Hugging Face's warpers
+    that have an equal :class:`~eagle_fsd.model.vocabulary.Warp` are interchangeable. ``details`` is
+    the number of alternatives to report for each token; None reports no details.
     """
 
     sampling: SamplingConfig

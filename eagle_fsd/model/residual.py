@@ -39,10 +39,12 @@ from eagle_fsd.model.vocabulary import Distributions, chunks, draw, exp
 class SampledChain:
     """A chain whose tokens were sampled, and both models' distributions on it.
 
-    ``target`` and ``draft`` are the distributions after temperature, top-k and top-p; row ``i`` of
-    the draft's is that of node ``i``. ``token_ids`` ``[D]`` are the target's tokens for the
-    draft's, None if they are the same, ``drafted`` ``[B, N - 1]`` the token sampled at each node,
-    as a token of the target, and ``uniform`` ``[2, B, N]`` float64 random numbers in ``[0, 1)``.
+    Attributes:
+        target: The target's distributions at the nodes, after temperature, top-k and top-p.
+        draft: The draft's, likewise; entry ``i`` of their second dimension belongs to node ``i``.
+        token_ids: ``[D]`` the target's tokens for the draft's; None if they are the same.
+        drafted: ``[B, N - 1]`` the token drafted at each node, as a token of the target.
+        uniform: ``[2, B, N]`` float64 random numbers in ``[0, 1)``.
     """
 
     target: Distributions

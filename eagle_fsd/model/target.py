@@ -158,7 +158,7 @@ class Target:
         return logits
 
     def _stable_length(self) -> int:
-        """Return the length beyond which attention changes keys that are already cached."""
+        """Return the length beyond which attention depends on the length of the sequence."""
         limits = [
             rope.get("original_max_position_embeddings") or self.context_length
             for rope in _rope_parameters(self.config)

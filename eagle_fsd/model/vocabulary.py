@@ -86,7 +86,7 @@ class Distributions:
         )
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return the distributions ``[R, V]`` at nodes, counted as ``row * N + node``."""
+        """Return log-probabilities ``[R, V]`` at nodes ``[R]``, numbered ``row * N + node``."""
         radius = None if self.radius is None else self.radius.flatten()[index][:, None]
         return self._normalize(
             self.logits.flatten(0, 1).index_select(0, index),

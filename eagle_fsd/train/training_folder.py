@@ -1,4 +1,4 @@
-"""The folder of a training: configuration, checkpoints, metrics, and finally the head.
+"""The folder of a training run: configuration, checkpoints, metrics, and finally the head.
 
 ::
 
@@ -7,7 +7,9 @@
     checkpoints/step-N/    the newest two checkpoints
     tensorboard/           the metrics as TensorBoard events
     features/              the target's features, if they are stored; deleted at the end
-    config.json, model.safetensors, README.md, training.json    the head at the newest checkpoint
+    config.json, model.safetensors or pytorch_model.bin, README.md, training.json
+                           the head at the newest checkpoint
+    token_ranks.safetensors    the tokens that an EAGLE-1/2 head with a draft vocabulary drafts
     curves.png             at the end
 """
 
@@ -32,7 +34,7 @@ METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 FEATURES = "features"
 MAX_CHECKPOINTS = 2
-#: Options that may change when a training resumes. All but ``max_steps`` do not affect the result.
+#: Options that may change when a run resumes. All but ``max_steps`` do not affect the result.
 RESUMABLE_CHANGES = (
     *("max_steps", "validate_every", "checkpoint_every", "log_every", "workers", "compile"),
 )
@@ -43,14 +45,14 @@ class TrainingError(RuntimeError):
 
 
 class TrainingFolder:
-    """A training's folder."""
+    """The folder of a training run."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
     @property
     def exists(self) -> bool:
-        """Whether the folder holds a training."""
+        """Whether the folder holds a training run."""
         return (self.path / CONFIG_FILE).is_file()
 
     def prepare(
@@ -58,7 +60,7 @@ class TrainingFolder:
     ) -> None:
         """Create a usable folder, or check that its training can resume; write the configuration.
 
-        Raises ValueError if the folder holds a training with other options or another
+        Raises ValueError if the folder holds a training run with other options or another
         ``fingerprint`` of its data, unless ``overwrite`` is set.
         """
         content = {"recipe": config.model_dump(), "data": fingerprint}
@@ -70,7 +72,7 @@ class TrainingFolder:
         atomic_write(self.path / CONFIG_FILE, json.dumps(content, indent=2) + "\n")
 
     def check_usable(self, existing: bool) -> None:
-        """Raise ValueError if the folder is not empty, unless an ``existing`` training is there."""
+        """Raise ValueError if the folder is not empty, unless an ``existing`` run is there."""
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             if not existing:
                 raise ValueError(f"{self.path} exists; add --resume or --overwrite")
@@ -150,7 +152,7 @@ class TrainingFolder:
         return any((line["kind"], line["step"]) == ("validation", step) for line in self.metrics())
 
     def rewind_metrics(self, step: int) -> None:
-        """Delete the metrics after a step, because a resumed training writes them again."""
+        """Delete the metrics after a step, because a resumed run writes them again."""
         kept = [line for line in self.metrics() if line["step"] <= step]
         content = "".join(json.dumps(line) + "\n" for line in kept)
         atomic_write(self.path / METRICS_FILE, content)

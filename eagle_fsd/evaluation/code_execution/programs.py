@@ -94,7 +94,7 @@ def _longest_part(before: str, code: str) -> str:
         tree, line = _parse(before + part)
         if tree is not None:
             return part
-        # The error would remain without the lines after it: drop all of them at once.
+        # Nearly all errors remain without the lines after them: drop all of these at once.
         count = min(count - 1, max(0, line - offset)) if line else count - 1
     return ""
 

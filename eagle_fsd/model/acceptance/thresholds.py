@@ -1,7 +1,7 @@
-"""Rules that compare distributions, or a token's probability, with thresholds.
+"""Exact acceptance, and rules that compare distributions or probabilities with thresholds.
 
-:class:`DeferredRule` and :class:`RegretRule` also judge a token by what lies above and below it in
-the tree.
+Two rules also depend on the rest of the tree: :class:`DeferredRule` on the mismatches above and the
+matches below a token, :class:`RegretRule` on the depth of the tree below it.
 """
 
 from __future__ import annotations
