@@ -98,10 +98,10 @@ CONFIGS = {
         draft_vocab_size=4096,
         fc_norm=True,
         norm_output=True,
-        tokens_per_batch=4096,
-        lr=1.5e-3,
-        unroll=4,
-        epochs=3,
+        tokens_per_batch=2048,
+        lr=1e-3,
+        unroll=3,
+        epochs=4,
     ),
 }
 
