@@ -7,6 +7,7 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -177,7 +178,7 @@ def test_nothing_of_the_host_is_visible(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-judge")
     result = run(LOOK_AROUND, SEES_NOTHING)
     assert result.passed, result.reason
-    assert 0 < look(THREADS) < child.MAX_THREADS
+    assert 0 < look(THREADS) < sandbox.MAX_THREADS
 
 
 @pytest.mark.usefixtures("sandbox")
@@ -329,7 +330,7 @@ def test_the_sandbox_works_for_nobody() -> None:
                     bwrap += ["--dir", str(parent)] if folder in parent.parents else []
                 bwrap += ["--ro-bind", str(path), str(path)]
     nobody = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
-    threads = f"def check(candidate):\n    assert 0 < candidate() < {child.MAX_THREADS}"
+    threads = f"def check(candidate):\n    assert 0 < candidate() < {sandbox.MAX_THREADS}"
     programs = [(RIGHT, TESTS), (THREADS, threads), (LOOK_AROUND, SEES_NOTHING), ("", TESTS)]
     script = (
         "import os\n"
@@ -382,6 +383,14 @@ def test_without_a_sandbox_code_runs_only_if_unsafe(
     assert run(RIGHT, sandboxed=False).passed
     assert not run("def f(x):\n    return x", sandboxed=False).passed
     assert run("while True:\n    pass", sandboxed=False, seconds=1).timed_out
+
+
+def test_threads_are_not_limited_without_a_sandbox() -> None:
+    """The limit counts all threads of the user, who has others outside a sandbox."""
+    code = "import resource\ndef f():\n    return resource.getrlimit(resource.RLIMIT_NPROC)"
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)
+    tests = f"def check(candidate):\n    assert candidate() == {limit}"
+    assert run(code, tests, sandboxed=False).passed
 
 
 def test_unsafe_requires_execute_code() -> None:

@@ -1,10 +1,10 @@
 """Run an answer's code, or the tests that check it; the child processes of ``execution.py``.
 
-``child.py answer UID SECONDS MEGABYTES`` executes an answer and calls its function on request. It
-reads requests from standard input and writes replies to standard output.
+``child.py answer UID SECONDS MEGABYTES THREADS`` executes an answer and calls its function on
+request. It reads requests from standard input and writes replies to standard output.
 
-``child.py checker UID SECONDS MEGABYTES REPLIES REQUESTS`` executes the tests. It reads the job
-from standard input and writes the verdict to standard output. The last two arguments are the
+``child.py checker UID SECONDS MEGABYTES THREADS REPLIES REQUESTS`` executes the tests. It reads the
+job from standard input and writes the verdict to standard output. The last two arguments are the
 descriptors of the pipes from and to the answer.
 
 A message is one line that holds a Python literal, see :func:`encode`. Whatever an answer sends, the
@@ -23,16 +23,17 @@ from ast import literal_eval
 MAX_MESSAGE = 1 << 24
 #: Maximum length of the reason of a failure, in characters.
 MAX_REASON = 300
-#: Maximum number of threads in a sandbox, including bubblewrap's process.
-MAX_THREADS = 8
 
 
 class AnswerError(BaseException):
     """The answer did not return a value; not an Exception, so that tests do not catch it."""
 
 
-def restrict(uid, seconds, megabytes):
-    """Change the user id unless it is 0, and limit this process and its descendants."""
+def restrict(uid, seconds, megabytes, threads):
+    """Change the user id unless it is 0, and limit this process and its descendants.
+
+    ``threads`` limits all threads of the user; 0 is no limit.
+    """
     if uid:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -40,12 +41,13 @@ def restrict(uid, seconds, megabytes):
     for kind, value in (
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_AS, megabytes << 20),
-        (resource.RLIMIT_NPROC, MAX_THREADS),
         (resource.RLIMIT_FSIZE, 1 << 20),
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (value, value))
+    if threads:
+        resource.setrlimit(resource.RLIMIT_NPROC, (threads, threads))
 
 
 def detach_standard_streams():
@@ -185,9 +187,9 @@ def run_checker(job, verdict, replies, requests):
 
 def main():
     """Run an answer or a checker, see the module's docstring."""
-    role, uid, seconds, megabytes, *descriptors = sys.argv[1:]
+    role, uid, seconds, megabytes, threads, *descriptors = sys.argv[1:]
     del sys.argv[1:]
-    restrict(int(uid), int(seconds), int(megabytes))
+    restrict(int(uid), int(seconds), int(megabytes), int(threads))
     source, sink = detach_standard_streams()
     if role == "answer":
         run_answer(source, sink)

@@ -62,7 +62,7 @@ def run_program(program: Program, sandboxed: bool = True, seconds: float = 10.0)
     The process of the answer receives its code and the arguments of each call, and sends the
     results. The process of the tests compares them and decides. Arguments and results are sent as
     literals of built-in types. ``seconds`` limits wall-clock and CPU time. Without a sandbox, only
-    the limits on time and memory apply.
+    the limits on time, memory and files apply.
     """
     limits = max(1, round(seconds)), _MAX_MEGABYTES
     with (

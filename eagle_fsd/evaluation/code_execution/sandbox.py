@@ -34,6 +34,8 @@ _INSIDE = "/child.py"
 #: User ids for root's sandboxes, which systemd reserves for temporary use. Each sandbox has one of
 #: its own, because threads are counted by user.
 _USER_IDS = range(61184, 65520)
+#: Maximum number of threads in a sandbox, including bubblewrap's process.
+MAX_THREADS = 8
 _LIBRARY = re.compile(r"^\s+(?:\S+ => )?(/\S+) \(0x", re.MULTILINE)
 
 
@@ -104,11 +106,11 @@ def start_child(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run ``child.py`` in a process, and kill it and its descendants in the end.
 
-    Without a sandbox, only ``limits`` apply (CPU seconds and MiB of address space), and descendants
-    that have changed their process group survive. ``descriptors`` are inherited and passed as the
-    last arguments.
+    ``limits`` are CPU seconds and MiB of address space. Without a sandbox, only these and limits on
+    files apply, and descendants that have changed their process group survive. ``descriptors`` are
+    inherited and passed as the last arguments.
     """
-    uid, inherited = 0, list(descriptors)
+    uid, threads, inherited = 0, 0, list(descriptors)
     with contextlib.ExitStack() as stack:
         prefix, script = [_interpreter()], str(_CHILD)
         if sandboxed:
@@ -119,7 +121,8 @@ def start_child(
             inherited.append(filter_file.fileno())
             prefix, script = [*command, "--seccomp", str(filter_file.fileno()), *prefix], _INSIDE
             uid = random.choice(_USER_IDS) if os.getuid() == 0 else 0
-        arguments = (role, *map(str, (uid, *limits, *descriptors)))
+            threads = MAX_THREADS
+        arguments = (role, *map(str, (uid, *limits, threads, *descriptors)))
         process = subprocess.Popen(
             [*prefix, "-I", "-S", script, *arguments],
             stdin=stdin,
