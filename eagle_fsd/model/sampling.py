@@ -286,9 +286,9 @@ class Sampler:
 
 
 def _mark_faults(faults: Tensor, scores: Tensor, number: int) -> None:
-    """Mark the ``[R]`` nodes without a fault where processor ``number`` left no token."""
+    """Mark the ``[R]`` nodes where processor ``number`` left no token; unmark those it repaired."""
     broken = ~scores.amax(-1).isfinite()
-    faults.masked_fill_((faults == 0) & broken, TARGET_FAULT + number)
+    faults.masked_fill_((faults == 0) & broken, TARGET_FAULT + number).masked_fill_(~broken, 0)
 
 
 def _check_processor(processor: LogitsProcessor) -> None:

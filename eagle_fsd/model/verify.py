@@ -95,14 +95,16 @@ class VerificationInputs:
     _regret: Tensor | None = field(default=None, init=False, repr=False)
 
     def row_faults(self, kept: Verification) -> Tensor:
-        """Find the rows without a choice: NaN or infinite logits, or -inf for every token.
+        """Find the rows in which no token can be chosen, and the cause: ``[B]`` int64.
 
-        The result is ``[B]`` int64: 0 for none, :data:`TARGET_FAULT` if the target's own logits are
-        broken, ``TARGET_FAULT + i`` if those that its ``i``-th processor or warper, counted from 1,
-        returned at the end of the kept path. Tokens below such a node are never accepted.
+        0 is no fault. :data:`TARGET_FAULT` is NaN or infinite logits of the target at any node.
+        ``TARGET_FAULT + i`` is NaN, infinity, or -inf for every token at the end of the kept path,
+        which the ``i``-th of the processors and warpers, counted from 1, returned and no later one
+        repaired. No token below such a node is accepted.
         """
         if self.faults is None:
-            return (self.raw.log_total + self.warped.log_total).isnan().any(1).long()
+            broken = (self.raw.log_total + self.warped.log_total).isnan().any(1)
+            return broken * TARGET_FAULT
         own = self.faults.gather(1, kept.path).amax(1)
         return own.masked_fill(self.raw.log_total.isnan().any(1), TARGET_FAULT)
 

@@ -26,6 +26,7 @@ from pairs import (
 from torch import Tensor
 from transformers import (
     ClassifierFreeGuidanceLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
     LogitsProcessor,
     SuppressTokensLogitsProcessor,
     SynthIDTextWatermarkingConfig,
@@ -181,6 +182,24 @@ class MaskingWarper(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
         return scores.masked_fill(self.masked, -torch.inf)
+
+
+class Overflow(LogitsProcessor):
+    """Return infinity for the most likely token."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.masked_fill(scores == scores.amax(-1, keepdim=True), math.inf)
+
+
+def test_a_processor_may_repair_what_another_one_returned() -> None:
+    """The tokens are still the most likely ones; without the repair, no token can be chosen."""
+    pair, ids = aligned_pair(), prompt(6, 3)
+    decode = partial(pair.generate, ids, max_new_tokens=12)
+    processors = [Overflow(), InfNanRemoveLogitsProcessor()]
+    expected = greedy_reference(pair.model, ids, new=12)
+    assert torch.equal(decode(logits_processor=processors).sequences, expected)
+    with pytest.raises(FloatingPointError, match="Overflow returned NaN or infinite scores"):
+        decode(logits_processor=processors[::-1])
 
 
 def test_warpers_see_the_target_s_vocabulary() -> None:
