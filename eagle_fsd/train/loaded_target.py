@@ -118,21 +118,22 @@ def load_frozen_target(
     return Target(model.requires_grad_(False).eval())
 
 
-@cache
-def fastest_dtype() -> str | None:
-    """Return bfloat16 on a CPU that multiplies faster in it; None elsewhere, for the default.
+def fastest_dtype(device: str | torch.device | None = None) -> str | None:
+    """Return bfloat16 if ``device`` is a CPU that multiplies faster in it than in float32.
 
-    A CPU may have instructions for bfloat16 that are slower than those for float32.
+    Otherwise return None, the default of :func:`load_target`. ``device`` None is the GPU if there
+    is one. A CPU may have instructions for bfloat16 that are slower than those for float32.
     """
-    if torch.cuda.is_available():
-        return None
+    on_cpu = not torch.cuda.is_available() if device is None else str(device) == "cpu"
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    if not any(getattr(torch.cpu, name, bool)() for name in names):
+    capable = any(hasattr(torch.cpu, name) and getattr(torch.cpu, name)() for name in names)
+    if not (on_cpu and capable):
         return None
     seconds = {dtype: _time_product(dtype) for dtype in (torch.bfloat16, torch.float32)}
     return "bfloat16" if seconds[torch.bfloat16] < 0.8 * seconds[torch.float32] else None
 
 
+@cache
 def _time_product(dtype: torch.dtype) -> float:
     """Return the seconds that multiplying two matrices takes: the shortest of several runs."""
     one, other = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)

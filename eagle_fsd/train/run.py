@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import parse_flag_from_env
 
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.self_check import check_target
@@ -77,8 +78,8 @@ def train(
     if is_main:  # before hours of rewriting
         folder.check_usable(request.resume or request.overwrite)
     device_map = request.device_map or accelerator.device
-    if request.store_features and request.dtype is None and accelerator.device.type == "cpu":
-        request = request.updated(dtype=fastest_dtype())
+    if request.store_features and request.dtype is None:
+        request = request.updated(dtype=fastest_dtype(accelerator.device))
     loaded: LoadedTarget | None = None
     if request.features is None:
         loaded = LoadedTarget.load(request, device_map, token)
@@ -174,12 +175,13 @@ def make_accelerator(out: str | Path, cpu: bool = False) -> Accelerator:
 
     A precision set by ``accelerate launch`` takes precedence. ``out`` receives TensorBoard's files.
     """
+    cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
     precision = None
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:
         if not cpu and torch.cuda.is_available():
             capable = torch.cuda.is_bf16_supported(including_emulation=False)
         else:
-            capable = fastest_dtype() is not None
+            capable = fastest_dtype("cpu") is not None
         precision = "bf16" if capable else "no"
     return Accelerator(
         mixed_precision=precision, cpu=cpu, log_with="tensorboard", project_dir=str(out)

@@ -79,8 +79,8 @@ def synthesize(
         raise OptionsError("train synthesize requires a single process; see --base-url")
     writer: LocalWriter | ServerWriter
     if server is None or server.base_url is None:
-        if request.dtype is None and request.device_map in (None, "cpu"):
-            request = request.updated(dtype=fastest_dtype())
+        if request.dtype is None:
+            request = request.updated(dtype=fastest_dtype(request.device_map))
         loaded = LoadedTarget.load(request, request.device_map, token)
         tokenizer, template = loaded.tokenizer, loaded.chat_template
         writer = LocalWriter(loaded, on_tokens)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerators import reset_accelerator_state
 from torch.utils.data import DataLoader
 from trainings import (
     Train,
@@ -24,7 +25,7 @@ from trainings import (
 
 from eagle_fsd.model.config import TargetOptions
 from eagle_fsd.model.target import LAST
-from eagle_fsd.train import feature_store
+from eagle_fsd.train import feature_store, loaded_target
 from eagle_fsd.train.config import FeaturesRequest
 from eagle_fsd.train.dataset import FILLER, Example, collate
 from eagle_fsd.train.feature_store import (
@@ -35,6 +36,7 @@ from eagle_fsd.train.feature_store import (
 )
 from eagle_fsd.train.features import add_noise, compute_features
 from eagle_fsd.train.loaded_target import LoadedTarget, fastest_dtype
+from eagle_fsd.train.run import make_accelerator
 
 COUNT = 23
 MAX_LENGTH = 100
@@ -252,6 +254,24 @@ def test_the_fastest_dtype_multiplies_no_slower_than_float32() -> None:
 
     if found is not None:
         assert seconds(torch.bfloat16) < 1.2 * seconds(torch.float32)
+
+
+def test_bfloat16_is_chosen_for_a_cpu_beside_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device that is used decides; ACCELERATE_USE_CPU can select it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(loaded_target, "_time_product", lambda dtype: dtype.itemsize)
+    found = [fastest_dtype(device) for device in (None, "cuda:0", "cpu", torch.device("cpu"))]
+    assert found == [None, None, "bfloat16", "bfloat16"]
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    for cpu in (True, False):
+        monkeypatch.setenv("ACCELERATE_USE_CPU", str(not cpu))
+        reset_accelerator_state()
+        assert make_accelerator(tmp_path, cpu).mixed_precision == "bf16"
+    reset_accelerator_state()
 
 
 # -- training on stored features -------------------------------------------------------------------
