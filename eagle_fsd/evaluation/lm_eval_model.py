@@ -75,11 +75,13 @@ class StopAtStrings(StoppingCriteria):
 class EagleFSDModel(HFLM):  # type: ignore[misc]
     """A target and a drafter as a model of lm-evaluation-harness.
 
-    Log-likelihoods are computed by the harness's model ``hf``, from which this class inherits.
-    Answers are decoded with draft trees. The options are the fields of :class:`PairOptions`
-    (``pretrained`` is another name of ``target``, after which the harness names a folder of
-    results), of :class:`TreeConfig` (with ``tree_top_k`` for its ``top_k``) and of
-    :class:`AcceptanceConfig`, and :data:`HARNESS_OPTIONS`. ``settings`` names an ``fsd.json`` file.
+    Answers are decoded with draft trees. Log-likelihoods are computed by the harness's model
+    ``hf``, from which this class inherits. The options are the fields of :class:`PairOptions`, of
+    :class:`TreeConfig` (with ``tree_top_k`` for its ``top_k``) and of :class:`AcceptanceConfig`,
+    and :data:`HARNESS_OPTIONS`. ``pretrained`` is another name of ``target``; the harness names its
+    results folder after it. ``method`` is ``fsd`` or ``ar``, and ``settings`` an ``fsd.json`` file.
+    ``batch_size`` prompts are decoded at once; ``auto`` stands for ``max_batch_size``.
+    ``max_length`` is by default the target's context length.
     """
 
     def __init__(
@@ -102,6 +104,10 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
         if pretrained is not None and options.setdefault("target", pretrained) != pretrained:
             raise OptionsError("pretrained is another name of target: pass only one of them")
         loaded = PairOptions.from_dict(options)
+        if loaded.compile == "auto":
+            raise OptionsError(
+                "evaluations must not depend on timing: compile=auto is not supported"
+            )
         self.pair = EagleFSD.from_pretrained(
             loaded.target,
             loaded.drafter,
@@ -117,9 +123,8 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
         self.pair.capture = loaded.capture
         self.pair.configure(Settings.from_dict({**tree, **acceptance}))
         self.method, self.stats = method, DecodeStats.empty(0)
-        self._template_name, self._template = loaded.chat_template, None
-        if loaded.chat_template is not None:
-            self._template = FastChatTemplate(loaded.chat_template)
+        name = self._template_name = loaded.chat_template
+        self._template = None if name is None else FastChatTemplate(name)
         super().__init__(
             self.pair.model,
             tokenizer=self.pair.tokenizer,

@@ -36,7 +36,7 @@ PROGRAM = [sys.executable, "-m", "eagle_fsd.cli", "lm-eval"]
 TREE = {"total_tokens": 12, "depth": 5, "tree_top_k": 2}
 
 
-#: Prints the trees of a pair with several model arguments, and the error of an unknown one.
+#: Prints the trees of a pair with several model arguments, and the errors of invalid ones.
 PRINT_TREES = """
 import json, sys
 from eagle_fsd.evaluation.lm_eval_model import EagleFSDModel
@@ -44,7 +44,7 @@ for options in json.loads(sys.argv[1]):
     pair = EagleFSDModel(settings=sys.argv[2], **options).pair
     trees = [pair.tree, pair.exact_tree, *pair.batch_trees.values()]
     print(json.dumps([tree.model_dump() for tree in trees]))
-for options in ({"thresold": 0.1}, {"pretrained": "a", "target": "b"}):
+for options in ({"thresold": 0.1}, {"pretrained": "a", "target": "b"}, {"compile": "auto"}):
     try:
         EagleFSDModel(**options)
     except ValueError as error:
@@ -175,6 +175,7 @@ class TestHarness:
         assert printed == [[own, exact, batch]] * 2 + [[changed, changed]]
         assert "unknown option thresold" in output
         assert "pretrained is another name of target: pass only one of them" in output
+        assert "compile=auto is not supported" in output
 
     def test_answers_end_at_stop_strings_that_are_special_tokens(self, model: EagleFSD) -> None:
         output = printed_by([sys.executable, "-c", PRINT_ANSWERS, json.dumps(QUESTIONS)])
