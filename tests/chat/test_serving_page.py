@@ -93,6 +93,8 @@ def test_configuration_files() -> None:
     commands += [["serve", *shlex.split(item["command"])] for item in compose["services"].values()]
     for command in commands:
         app.parse_args(command, exit_on_error=False, print_error=False)
+        # Without it, the server rejects what the reverse proxies pass on.
+        assert command[command.index("--trusted-hosts") + 1] == "chat.example.com"
     (job,) = prometheus["scrape_configs"]
     (rule,) = alerts["groups"][0]["rules"]
     assert f'up{{job="{job["job_name"]}"}}' in rule["expr"]
