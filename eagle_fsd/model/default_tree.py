@@ -1,8 +1,8 @@
 """Choose the draft tree of a pair without ``fsd.json`` by the costs of its passes on a CPU.
 
-A few steps with different trees are timed, and of all trees the one is chosen that emits the most
-tokens per second if drafted tokens are accepted as often as those of published heads. ``eagle-fsd
-tune`` finds better trees: it decodes the user's prompts.
+A few steps with different trees are timed. The choice is the tree that emits the most tokens per
+second if drafted tokens are accepted as often as :data:`ACCEPTED` assumes. ``eagle-fsd tune`` finds
+better trees, because it decodes prompts with the pair.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from eagle_fsd.utils.provenance import describe_environment
 
 log = logging.getLogger(__name__)
 
-#: Share of tokens accepted after an accepted token, by their rank among the drafter's.
+#: Assumed share of tokens accepted after an accepted token, by their rank among the drafter's.
 ACCEPTED = (0.6, 0.15, 0.07, 0.04, 0.03, 0.02, 0.01, 0.01)
 #: Nodes, depths and widths of the trees to choose from.
 NODES = (4, 8, 16, 32, 60)
