@@ -1,8 +1,9 @@
 """A vLLM plugin that accepts drafted tokens by this project's rules.
 
-vLLM calls :func:`register` in each of its processes. Without settings nothing changes; with them,
-the rule is applied in the rejection sampler of the first (:mod:`~eagle_fsd.engines.vllm.sampler`)
-or second model runner (:mod:`~eagle_fsd.engines.vllm.sampler_v2`).
+vLLM calls :func:`register` in each of its processes. If the configuration of vLLM holds settings,
+their rule is applied in the rejection sampler of Model Runner V1
+(:mod:`~eagle_fsd.engines.vllm.sampler`) or V2 (:mod:`~eagle_fsd.engines.vllm.sampler_v2`).
+Otherwise nothing changes.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from eagle_fsd.utils.options import OptionsError
 
 #: Pattern of the vLLM versions that this plugin was written for and tested with.
 VERSION = "0.32.*"
-#: Package of the second model runner.
+#: Package of Model Runner V2.
 RUNNER_V2 = "vllm.v1.worker.gpu"
 #: Parameters of what the plugin calls or overrides, by module and name.
 SIGNATURES = {
@@ -51,7 +51,7 @@ SIGNATURES = {
         "hidden_states sampling_metadata"
     ),
 }
-#: The same for the second model runner.
+#: The same for Model Runner V2.
 SIGNATURES_V2 = {
     f"{RUNNER_V2}.spec_decode.rejection_sampler:RejectionSampler._verify": (
         "logits draft_logits draft_sampled pos cu_num_logits idx_mapping idx_mapping_np"
@@ -147,7 +147,7 @@ def check_config(config: VllmConfig) -> None:
 
 
 def _check_v2(config: VllmConfig, rule: AcceptanceRule) -> None:
-    """Refuse what the second model runner would do with distributions that show the rule."""
+    """Refuse what Model Runner V2 would do with distributions that show the rule."""
     for name, value in (
         ("enable_adaptive_verification", config.speculative_config.enable_adaptive_verification),
         ("return_sampling_mask", config.model_config.return_sampling_mask),
@@ -158,13 +158,13 @@ def _check_v2(config: VllmConfig, rule: AcceptanceRule) -> None:
             raise OptionsError(f"eagle_fsd does not support {name}")
     if reads_draft(rule) and config.speculative_config.draft_sample_method != "probabilistic":
         raise OptionsError(
-            "a rule that compares distributions needs draft_sample_method probabilistic in the"
-            " second model runner, which drops the draft's distributions otherwise"
+            "a rule that compares distributions needs draft_sample_method probabilistic in Model"
+            " Runner V2, which drops the draft's distributions otherwise"
         )
 
 
 def relax(sampler: Any) -> None:
-    """Give the first model runner's rejection sampler the rule of its configuration, if any."""
+    """Give the rejection sampler of Model Runner V1 the rule of its configuration, if any."""
     from vllm.config.vllm import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()

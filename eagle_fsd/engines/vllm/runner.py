@@ -1,4 +1,4 @@
-"""Provide the rejection sampler with inputs that vLLM's first model runner does not pass to it.
+"""Provide the rejection sampler with inputs that vLLM's Model Runner V1 does not pass to it.
 
 Rules with a state need to know which requests a batch holds and how long their answers are. Rules
 that compare distributions need the draft's raw logits, which vLLM does not keep.

@@ -28,7 +28,7 @@ log = logging.getLogger("vllm.eagle_fsd")
 
 
 class RelaxedSampler(RejectionSampler):
-    """The rejection sampler of vLLM's first model runner, with a rule.
+    """The rejection sampler of vLLM's Model Runner V1, with a rule.
 
     :meth:`prepare` gives it what vLLM does not pass to a rejection sampler, before each step.
     """

@@ -1,4 +1,4 @@
-"""The rejection sampler of vLLM's second model runner with an acceptance rule.
+"""The rejection sampler of vLLM's Model Runner V2 with an acceptance rule.
 
 It verifies a batch in chunks of whole requests, with a row of logits for each drafted token and
 one more for each request. After vLLM has processed the logits of a chunk, and before its kernels
@@ -30,7 +30,7 @@ from eagle_fsd.utils.options import OptionsError
 
 
 class RelaxedSamplerV2(RejectionSampler):
-    """The rejection sampler of vLLM's second model runner, with a rule."""
+    """The rejection sampler of vLLM's Model Runner V2, with a rule."""
 
     verifier: ChainVerifier
 

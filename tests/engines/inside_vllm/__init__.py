@@ -8,7 +8,7 @@ sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from engines_worker import ENVIRONMENT
 
 os.environ |= ENVIRONMENT
-os.environ["TRITON_INTERPRET"] = "1"  # kernels of the second model runner, on a CPU
+os.environ["TRITON_INTERPRET"] = "1"  # kernels of Model Runner V2, on a CPU
 os.environ["OMP_NUM_THREADS"] = "1"  # one process per core
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # it would remove the handlers of tests

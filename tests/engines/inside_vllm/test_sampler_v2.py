@@ -1,4 +1,4 @@
-"""The second model runner's rejection sampler with a rule, on batches made by hand.
+"""The rejection sampler of Model Runner V2 with a rule, on batches made by hand.
 
 That runner needs a GPU. Here its kernels run in Triton's interpreter, and its processing of logits
 with states on the CPU. Run by ``make engines`` with an interpreter that has vLLM.
