@@ -98,10 +98,22 @@ def run(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     return asyncio.run(asyncio.wait_for(work(), 120))
 
 
+async def submit_at_once(queue: DecodeQueue, *requests: AnswerRequest) -> list[Job]:
+    """Submit requests while the queue is blocked."""
+    release = threading.Event()
+    blocking = asyncio.create_task(queue.call(lambda _: release.wait(60)))
+    await asyncio.sleep(0)
+    jobs = [queue.submit(item) for item in requests]
+    assert len(queue) == len(requests) + 1
+    release.set()
+    assert await blocking
+    return jobs
+
+
 async def answer_at_once(
     queue: DecodeQueue, *requests: AnswerRequest
 ) -> tuple[list[str], list[int]]:
-    """Submit requests while the queue is blocked.
+    """Submit requests together.
 
     Returns the answers, and the indices of the requests in the order of their first tokens.
     """
@@ -116,13 +128,7 @@ async def answer_at_once(
                 order.append(number)
         return text
 
-    release = threading.Event()
-    blocking = asyncio.create_task(queue.call(lambda _: release.wait(60)))
-    await asyncio.sleep(0)
-    jobs = [queue.submit(item) for item in requests]
-    assert len(queue) == len(requests) + 1
-    release.set()
-    assert await blocking
+    jobs = await submit_at_once(queue, *requests)
     return await asyncio.gather(*(answer(number, job) for number, job in enumerate(jobs))), order
 
 
@@ -288,14 +294,14 @@ def test_failure_affects_one_request(
 def test_failed_step_ends_all_running_requests(
     model: EagleFSD, queue: DecodeQueue, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next ones are decoded, however often that happens unless the device fails."""
+    """Later requests are decoded; only errors that the device may repeat count as failures."""
 
     async def work() -> None:
         check_target(model.target)
         forward = Target.forward_tree
         monkeypatch.setattr(Target, "forward_tree", lambda *_: 1 / 0)
         for _ in range(MAX_FAILURES):
-            for job in [queue.submit(request(model)) for _ in range(2)]:
+            for job in await submit_at_once(queue, request(model), request(model)):
                 with pytest.raises(DecodingError, match="decoding failed: division by zero"):
                     await collect(job)
         monkeypatch.setattr(Target, "forward_tree", forward)

@@ -635,7 +635,7 @@ def test_the_first_questions_and_prompts_are_of_all_categories(
 
 
 @pytest.mark.usefixtures("fresh_accelerator")
-def test_a_run_has_the_folder_for_itself_while_trees_are_searched(
+def test_a_run_locks_its_folder_before_it_searches_trees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two calibrations could each fix tests of their own on the same fresh questions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -227,12 +228,11 @@ def test_tokenizers_may_differ_in_added_tokens_only(target: Target, tmp_path: Pa
 
 
 def test_unsupported_draft_model_is_named(target: Target, tmp_path: Path) -> None:
-    """The target is not to blame: a model without attention, and one that ignores masks."""
+    """One without attention, and one that ignores masks; the target is not named."""
     sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 1}
     AutoModelForCausalLM.from_config(MambaConfig(**sizes)).save_pretrained(tmp_path / "draft")
-    with pytest.raises(
-        ValueError, match=f"^draft model {tmp_path}/draft: MambaFor.* not supported"
-    ):
+    folder = re.escape(str(tmp_path / "draft"))
+    with pytest.raises(ValueError, match=f"^draft model {folder}: MambaFor.* not supported"):
         load_draft_model(tmp_path / "draft", target)
     model = small()
 
