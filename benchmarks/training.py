@@ -38,7 +38,7 @@ COLUMNS = {
     "head": "head",
     "rate": "tokens/s",
     "ms": "ms per token",
-    "floor": "floor",
+    "floor": "floor (ms per token)",
     "ratio": "times the floor",
     "memory": "peak memory (MiB)",
 }
@@ -60,8 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tie_word_embeddings=True,
     )
     model = LlamaForCausalLM(config).requires_grad_(False)
-    target, tokens, rows = Target(model.eval()), 512 // scale, []
-    rate, memory = _multiplications_per_second(target, tokens), PeakMemory(target.device)
+    target, tokens = Target(model.eval()), 512 // scale
+    speed = _multiplications_per_second(target, tokens)
+    memory, rows = PeakMemory(target.device), []
     for name, given, stored in progress(CASES, "heads"):
         given = {**given, "unroll": 3 if "head_type" in given else 1}
         if "draft_vocab_size" in given:
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         memory.start()
         seconds, count = _step(target, settings, tokens, stored)
         peak = memory.read()
-        floor = count / rate
+        floor = count / speed
         rows.append(
             {
                 "head": f"{name}, {settings.unroll} runs" if settings.unroll > 1 else name,
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "memory": None if peak is None else peak / 2**20,
             }
         )
-        note = f"{tokens} tokens per step, processor time; {rate / 1e9:.0f} G multiplications/s."
+        note = f"{tokens} tokens per step, processor time; {speed / 1e9:.0f} G multiplications/s."
         table = Table("Training steps", COLUMNS, rows, note)
         save_report(options, "training", [table], finished=len(rows) == len(CASES))
 

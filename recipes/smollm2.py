@@ -454,7 +454,7 @@ def spec_bench() -> str | Path:
 
 
 def long_text(tokens: int) -> str:
-    """Return about so many tokens of the documents in Spec-Bench's questions."""
+    """Return a text of about ``tokens`` tokens: the first documents in Spec-Bench's questions."""
     tokenizer = load_tokenizer(locate_model(TARGET))
     file = SHARED / SPEC_BENCH
     turns = (record["turns"][0] for record in read_jsonl(file))

@@ -50,7 +50,7 @@ TOKENIZER_CHATS, POOL = 6000, 1024
 class TargetConfig:
     """The target's architecture and hyperparameters; the defaults are the bundled target's.
 
-    ``prompt_weight`` is the weight of the loss on tokens outside answers, ``decay_share`` the
+    ``prompt_weight`` is the weight of the loss on tokens outside answers. ``decay_share`` is the
     fraction of the steps, at the end, over which the learning rate decays to 0. A batch has at most
     ``tokens_per_batch`` tokens, padding included.
     """

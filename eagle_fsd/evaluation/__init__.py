@@ -5,8 +5,8 @@ Start with ``runner.py``: :func:`evaluate` loads a pair, answers questions with 
 (``scoring.py``; ``graders.py`` for users' graders) and reports (``report.py``, ``tables.py``).
 ``servers.py`` compares servers in the same way.
 ``bench.py``, ``sweep.py`` and ``calibration.py`` build on it; their options are in ``config.py``.
-``search`` is the search that the last two and ``tune.py`` put their questions to; ``selection.py``
-and ``certificate.py`` are the two halves of a calibration.
+``search`` finds trees and settings for the last two and for ``tune.py``; ``selection.py`` and
+``certificate.py`` are the two halves of a calibration.
 ``questions`` reads question sets, ``code_execution`` runs generated programs, and ``judge`` has
 answers rated by a language model.
 

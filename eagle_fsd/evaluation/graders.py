@@ -4,6 +4,8 @@ A grader function takes the model's answer to the last turn and the question's f
 whether the answer is correct, or None if it has no score::
 
     def grade(answer: str, question: dict) -> bool | None:
+        if question["answer"] is None:
+            return None
         return question["answer"].lower() in answer.lower()
 
 The fields are those of the row in the question file, and always ``question_id``, ``category``,

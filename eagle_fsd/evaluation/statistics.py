@@ -110,7 +110,7 @@ def is_loss_below(
 
 
 def least_questions(loss: float, confidence: float = 0.95) -> int:
-    """Return how many questions bound the loss by ``loss``, above 0, if no answer changes."""
+    """Return how many questions bound the loss by a positive ``loss`` if no answer changes."""
 
     def suffice(count: int) -> bool:
         return is_loss_below(loss, lost=0, gained=0, count=count, confidence=confidence)

@@ -46,7 +46,8 @@ class Description:
 def describe_modules(*modules: nn.Module) -> Description:
     """Describe modules.
 
-    Changes of a module's class, except for its ``forward``, and of global variables are not seen.
+    Assignments to global variables, and to attributes of a module's class other than ``forward``,
+    are not noticed.
     """
     walk, structures = _Walk(), []
     for module in modules:

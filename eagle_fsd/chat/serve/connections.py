@@ -70,12 +70,12 @@ def check_port(host: str, port: int) -> None:
 
 
 class BoundedServer(uvicorn.Server):
-    """A server whose connections, log and open files are bounded.
+    """A server that bounds the number of its connections and supervises decoding.
 
     ``on_started`` is called once the port is open. When the server stops, requests get
     ``shutdown_timeout`` seconds to end, then they end with an error; after that, open responses get
-    :data:`SHUTDOWN_TIMEOUT` seconds. The server stops by itself if decoding fails repeatedly, and
-    requests end with an error if it stalls.
+    :data:`SHUTDOWN_TIMEOUT` seconds. If decoding fails repeatedly, the server stops by itself; if
+    decoding stalls, requests end with an error.
     """
 
     def __init__(

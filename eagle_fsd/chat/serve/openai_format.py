@@ -719,7 +719,7 @@ class ApiError(HTTPException):
 
 
 def answer_error(error: Exception, names: Mapping[str, str]) -> ApiError:
-    """Convert one of :data:`ANSWER_ERRORS`; ``names`` are the client's, by those in its message."""
+    """Convert one of :data:`ANSWER_ERRORS`; ``names`` maps its parameter names to the client's."""
     if isinstance(error, (ClosedError, AbortedError)):
         return ApiError(str(error), 503)
     if isinstance(error, QueueFullError):

@@ -126,13 +126,13 @@ class FSDWorker(_BaseWorker):  # type: ignore[misc]
             self.register_to_controller()
 
     def _ask_controller(self, route: str, body: dict[str, Any]) -> Any:
-        """Return the controller's reply, or None if it does not accept the request."""
+        """Return the controller's reply, or log a warning and return None without a valid one."""
         url = f"{self.controller_addr}/{route}"
         try:
             reply = httpx.post(url, json=body, timeout=CONTROLLER_TIMEOUT, trust_env=False)
             return reply.raise_for_status().json()
         except (httpx.HTTPError, ValueError) as error:
-            log.warning("the controller does not accept %s: %s", route, error)
+            log.warning("the controller did not answer %s: %s", route, error)
             return None
 
     async def count_token(self, params: dict[str, Any], client: str) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""Search draft trees and acceptance settings that are fast for a pair, on the machine it runs on.
+"""Search for the draft trees and acceptance settings with which a pair is fast on this machine.
 
-A tree decodes tau tokens per step, which takes a certain time. ``prediction.py`` records accepted
-lengths with a few large trees, measures a few steps, and ranks all trees by the quotient that it
-predicts. ``search.py``, where to start, measures the best of them on the same prompts
-(``workload.py``). Three commands use it, in modules beside this package: ``sweep.py``
-for the trees of the settings that it measures, ``tune.py`` for the fastest tree, and
-``calibration.py`` for the fastest setting within a bound.
+The speed of a tree is tau, the tokens per step, divided by the seconds per step. ``prediction.py``
+records accepted lengths with a few large trees, times a few steps, and ranks all trees by predicted
+speed. ``search.py``, where to start, measures the best of them on prompts (``workload.py``). Three
+modules beside this package use it: ``sweep.py`` for the trees of the settings that it measures,
+``tune.py`` for the fastest tree, and ``calibration.py`` for the fastest setting within a bound.
 """

@@ -87,7 +87,8 @@ class Eagle3Head(DraftHead):
         draft_vocab_size: ``D``; None if the head uses the target's output projection.
 
     Raises:
-        ValueError: The family is not supported, or ``draft_vocab_size`` exceeds the vocabulary.
+        ValueError: The family or a sliding window is not supported, or ``draft_vocab_size`` is not
+            in ``[1, V]``.
     """
 
     d2t: Tensor | None  # [D] the target's token for each of the head's, minus the latter
