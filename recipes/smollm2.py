@@ -52,7 +52,7 @@ from eagle_fsd.train.config import (
     TrainConfig,
     TrainRequest,
 )
-from eagle_fsd.train.feature_store import INDEX_FILE, store_features
+from eagle_fsd.train.feature_store import INDEX_FILE, FeatureStore, store_features
 from eagle_fsd.train.loaded_target import fastest_dtype
 from eagle_fsd.train.record import read_record
 from eagle_fsd.train.regenerate import regenerate
@@ -369,11 +369,14 @@ class Recipe:
         write_card(self.head(name), card, "\n".join(lines), len(self._split_chats()[1]))
 
     def measure_curve(self) -> None:
-        """Measure tau of exact decoding with heads trained on fewer tokens, then with the heads."""
+        """Measure tau of exact decoding with heads trained on a part of the chats, and on all."""
         file = self.data / "smollm2_curve.json"
         rows: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
         measured = {(row["head"], row["about"]) for row in rows}
-        for stage, about in product(CONFIGS, (*self.scale.curve, None)):
+        stored = FeatureStore(self.work / "features")
+        total = sum(stored.size(index) for index in range(len(stored)))
+        sizes = (*(size for size in self.scale.curve if size < total), None)
+        for stage, about in product(CONFIGS, sizes):
             if (stage, about) in measured:
                 continue
             head = self.head(stage)
