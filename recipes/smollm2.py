@@ -84,6 +84,8 @@ BENCHMARKS = (
 )
 #: First chats, which are not trained on: their questions select the settings.
 TUNING_CHATS = 128
+#: Tree that the heads are compared with.
+TREE = ("--total-tokens", 16, "--depth", 8, "--tree-top-k", 2)
 #: Nats per token that an answer of the setting to certify may give up, and the percentage points of
 #: IFEval's prompts that it may lose.
 MAX_REGRET, MAX_DROP = 0.05, 3
@@ -91,7 +93,12 @@ MAX_REGRET, MAX_DROP = 0.05, 3
 #: an EAGLE-3 head contains its rows, and 16 MB hold 4,096.
 CONFIGS = {
     "eagle2": TrainConfig(
-        draft_vocab_size=8192, tokens_per_batch=4096, lr=1.5e-3, unroll=3, epochs=3
+        draft_vocab_size=8192,
+        tokens_per_batch=4096,
+        lr=1.5e-3,
+        unroll=3,
+        epochs=3,
+        max_steps=450,
     ),
     "eagle3": TrainConfig(
         head_type="eagle3",
@@ -316,7 +323,9 @@ class Recipe:
             head=start,
             resume=training.exists,
         )
-        config = CONFIGS[stage].updated(max_steps=self.scale.max_steps)
+        config = CONFIGS[stage]
+        if self.scale.max_steps is not None:
+            config = config.updated(max_steps=self.scale.max_steps)
         train_and_save(request, config, out, torch.bfloat16)
 
     def select_settings(self, command: str, name: str) -> None:
@@ -359,12 +368,10 @@ class Recipe:
 
     def write_card(self, name: str) -> None:
         """Measure a head on Spec-Bench, and write its model card."""
-        rows = self._measure(self.head(name), "exact", "fsd")
-        count = min(row["answers"] for row in rows.values())
-        lines = [describe_measurement(count, "questions of Spec-Bench"), ""]
+        row = self._measure(self.head(name))
+        lines = [describe_measurement(row["answers"], "questions of Spec-Bench"), ""]
         lines += ["| decoding | tree | tau |", "|---|---|---|"]
-        for method, row in rows.items():
-            lines.append(f"| {method} | {describe_tree(row)} | {row['tau']:.2f} |")
+        lines.append(f"| exact | {describe_tree(row)} | {row['tau']:.2f} |")
         card = _CARD.replace("{kind}", name.upper().replace("EAGLE", "EAGLE-"))
         write_card(self.head(name), card, "\n".join(lines), len(self._split_chats()[1]))
 
@@ -385,10 +392,8 @@ class Recipe:
                 head = folder.with_name(f"{folder.name}-head")
                 self.train(stage, self.some_features(about), folder, head)
             record = read_record(head)
-            epochs = record["settings"]["epochs"]
-            row = {"head": stage, "about": about, "tokens": record["tokens"] // epochs}
-            row |= {"epochs": epochs, "tau": self._measure(head, "exact")["exact"]["tau"]}
-            rows.append(row)
+            row = {"head": stage, "about": about, "tokens": record["tokens"]}
+            rows.append(row | {"tau": self._measure(head)["tau"]})
             atomic_write(file, json.dumps(rows, indent=2) + "\n")
 
     def measure_speed(self) -> None:
@@ -424,16 +429,12 @@ class Recipe:
                 lines.append(f"| {name} | {row['method']} | {tree} | {numbers} |")
             atomic_write(self.data / "smollm2_speed.md", "\n".join(lines) + "\n")
 
-    def _measure(self, head: Path, *methods: str) -> dict[str, dict[str, Any]]:
+    def _measure(self, head: Path) -> dict[str, Any]:
+        """Return the row of exact decoding on questions of Spec-Bench."""
         limit = min(128, self.scale.max_new_tokens)
-        return measure(
-            TARGET,
-            head,
-            self.scale.questions,
-            methods,
-            questions=spec_bench(),
-            max_new_tokens=limit,
-        )
+        count, questions = self.scale.questions, spec_bench()
+        options: Any = {"questions": questions, "max_new_tokens": limit}
+        return measure(TARGET, head, count, ["exact"], *TREE, **options)["exact"]
 
 
 def run_command(
@@ -537,8 +538,8 @@ A head with {parameters} M parameters that drafts {settings[draft_vocab_size]} o
 that `from_pretrained` uses by default.
 
 Trained by `python -m recipes.smollm2` on {chats} chats that the target wrote; questions of
-MT-bench, Spec-Bench, IFEval and GSM8K's test set are not among them: {steps} steps, {tokens} tokens
-in {settings[epochs]} epochs, {minutes} minutes on {machine}, {date}.
+MT-bench, Spec-Bench, IFEval and GSM8K's test set are not among them: {steps} steps that read
+{tokens} tokens, in {minutes} minutes on {machine}, {date}.
 """
 
 
