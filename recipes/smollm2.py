@@ -93,12 +93,7 @@ MAX_REGRET, MAX_DROP = 0.05, 3
 #: an EAGLE-3 head contains its rows, and 16 MB hold 4,096.
 CONFIGS = {
     "eagle2": TrainConfig(
-        draft_vocab_size=8192,
-        tokens_per_batch=4096,
-        lr=1.5e-3,
-        unroll=3,
-        epochs=3,
-        max_steps=450,
+        draft_vocab_size=8192, tokens_per_batch=2048, lr=1e-3, unroll=2, epochs=6
     ),
     "eagle3": TrainConfig(
         head_type="eagle3",
@@ -323,9 +318,7 @@ class Recipe:
             head=start,
             resume=training.exists,
         )
-        config = CONFIGS[stage]
-        if self.scale.max_steps is not None:
-            config = config.updated(max_steps=self.scale.max_steps)
+        config = CONFIGS[stage].updated(max_steps=self.scale.max_steps)
         train_and_save(request, config, out, torch.bfloat16)
 
     def select_settings(self, command: str, name: str) -> None:
