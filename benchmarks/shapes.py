@@ -264,7 +264,7 @@ def grow(options: argparse.Namespace) -> None:
     tables: dict[str, Table] = {}
     model = head = pair = None
     for number, (name, value) in enumerate(points, 1):
-        if time.monotonic() > end:
+        if number > 1 and time.monotonic() > end:
             break
         point = {**base, name: value}
         size = TreeConfig(total_tokens=point[TREE], depth=tree.depth, top_k=tree.top_k)
