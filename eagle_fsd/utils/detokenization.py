@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
+
+#: Tokens without text after which invalid bytes are decoded; a character has at most 4 bytes.
+MAX_PENDING = 16
+#: Maximum number of tokens in an incomplete character.
+MAX_INCOMPLETE = 3
 
 
 def fast_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
@@ -19,24 +23,36 @@ class IncrementalDetokenizer:
     """Decode tokens one by one as they are generated, with a fast tokenizer.
 
     A character that spans several tokens appears with the last of them. Special tokens are skipped.
-    Bytes that are not valid UTF-8 become U+FFFD.
+    Bytes that are not valid UTF-8 become U+FFFD, up to ``MAX_PENDING`` tokens later.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = fast_backend(tokenizer)
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._pending: list[int] = []  # tokens since the last returned text
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {token for token, item in added.items() if item.special}
+        self._context: list[int] = []  # tokens of the last returned text
+        self._pending: list[int] = []  # tokens since then
 
     def step(self, token: int) -> str:
         """Return the text that a token completes, which may be empty."""
+        if token in self._special:
+            return ""
         self._pending.append(token)
-        try:
-            text = self._stream.step(self._tokenizer, token)
-        except Exception:  # tokenizers raises no specific type
-            # Invalid bytes can change how the bytes before them decode, whose text was returned
-            # already. Decode the pending tokens separately, and continue with a new stream.
-            text = self._tokenizer.decode(self._pending, skip_special_tokens=True)
-            self._stream = DecodeStream(ids=[token], skip_special_tokens=True)
-        if text:
-            self._pending.clear()
-        return text or ""
+        done = self._pending
+        text = self._decode(done)
+        if not text or text.endswith("\ufffd"):
+            if len(done) < MAX_PENDING:
+                return ""
+            done = done[:-MAX_INCOMPLETE]
+            text = self._decode(done)
+        self._context, self._pending = done, self._pending[len(done) :]
+        return text
+
+    def _decode(self, tokens: list[int]) -> str:
+        """Return the text of tokens after the context, on which their leading spaces depend."""
+        before = self._tokenizer.decode(self._context)
+        text = self._tokenizer.decode(self._context + tokens)
+        if text.startswith(before):
+            return text[len(before) :]
+        # Invalid bytes can change how the bytes before them decode, whose text was returned.
+        return self._tokenizer.decode(tokens)

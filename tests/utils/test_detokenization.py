@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from eagle_fsd.bundled import BUNDLED_TARGET
-from eagle_fsd.utils.detokenization import IncrementalDetokenizer
+from eagle_fsd.utils.detokenization import MAX_PENDING, IncrementalDetokenizer
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,18 @@ def test_character_of_several_tokens_appears_with_the_last(
     ids = tokenizer("🙂", add_special_tokens=False).input_ids
     assert len(ids) > 1
     assert _pieces(tokenizer, ids) == [*[""] * (len(ids) - 1), "🙂"]
+
+
+def test_invalid_bytes_without_end_are_not_decoded_again_with_every_token(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """They appear while more follow, and a character after them is decoded."""
+    (byte,) = tokenizer.convert_tokens_to_ids(["\u00e2"])  # begins a character of three
+    smile = tokenizer("🙂!", add_special_tokens=False).input_ids
+    for count in range(30, 50):
+        pieces = _pieces(tokenizer, [byte] * count)
+        assert len("".join(pieces)) > count - MAX_PENDING
+        assert "".join(_pieces(tokenizer, [byte] * count + smile)) == "\ufffd" * count + "🙂!"
 
 
 @pytest.fixture(scope="module")
