@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from eagle_fsd.model.config import SETTINGS_FILE, Settings, read_settings
 from eagle_fsd.model.custom_generate import caller_argument
+from eagle_fsd.model.description import PAIRS
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.files import atomic_write
 
@@ -83,7 +84,7 @@ def generate(model: PreTrainedModel, **arguments: Any) -> Tensor:
     each model.
     """
     repository = str(caller_argument("custom_generate"))
-    pairs: dict[str, EagleFSD] = vars(model).setdefault("_eagle_fsd_pairs", {})
+    pairs: dict[str, EagleFSD] = vars(model).setdefault(PAIRS, {})
     if repository not in pairs:
         pairs[repository] = EagleFSD.from_pretrained(model, repository)
     decode: Any = pairs[repository].custom_generate

@@ -23,11 +23,13 @@ from eagle_fsd.model.attention import TREE_ATTENTION
 PLAIN = frozenset(
     (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 )
+#: Attribute of a target for its pairs, see :func:`eagle_fsd.engines.hugging_face.generate`.
+PAIRS = "_eagle_fsd_pairs"
 #: Attributes that passes do not read: gradients, saving and loading, ``generate`` and warnings.
 UNREAD = nn.Module().__dict__.keys() - {
     *("training", "_parameters", "_buffers", "_modules"),
     *("_forward_hooks", "_forward_pre_hooks"),
-} | {"generation_config", "warnings_issued"}
+} | {"generation_config", "warnings_issued", PAIRS}
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,17 @@ import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pairs import aligned_pair, batch, greedy_reference, new_random_pair, prompt, small_tree
+from transformers import AutoModelForCausalLM
 
 from eagle_fsd import EagleFSD
+from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
+from eagle_fsd.engines.hugging_face import write_repository
 from eagle_fsd.model import compilation
 from eagle_fsd.model.compilation import StepGraphs
 from eagle_fsd.model.engine import Engine
@@ -108,6 +112,29 @@ def test_sampled_calls_of_hugging_face_share_graphs(captured: list[StepGraphs]) 
             top_k=20,
             custom_generate=pair.custom_generate,
         )
+    assert len(captured) == before > 0
+
+
+def test_calls_of_a_custom_generate_repository_share_graphs(
+    captured: list[StepGraphs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target holds the pair, but what the pair's engines do is no change to the target."""
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache")
+    )
+    write_repository(tmp_path / "repository", Path(BUNDLED_HEAD), "0.0.0")
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED_TARGET)
+    for _ in range(6):  # as above
+        before = len(captured)
+        for threshold in (0.0, 1.0):  # other trees, so other engines
+            model.generate(
+                prompt(6),
+                max_new_tokens=20,
+                do_sample=False,
+                custom_generate=str(tmp_path / "repository"),
+                trust_remote_code=True,
+                threshold=threshold,
+            )
     assert len(captured) == before > 0
 
 
