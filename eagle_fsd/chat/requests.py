@@ -259,7 +259,7 @@ def read_request(
         logit_bias=parsed.logit_bias,
         compile_grammar=partial(_read_grammar, parsed, model, ends) if parsed.constrained else None,
         details=parsed.logprobs,
-        echo_texts=echo_texts if parsed.echo else (),
+        echo_texts=tuple(echo_texts),
         prompt_only=not max_new_tokens,
         dropped=dropped,
     )
@@ -367,15 +367,15 @@ def _with_tools(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> C
 
 
 def _encode_raw(params: RequestParams, model: EagleFSD) -> tuple[list[int], list[str]]:
-    """Return a raw prompt's token ids and the text of each; the texts add up to the prompt.
+    """Return a raw prompt's token ids and, if it is echoed, the text of each.
 
-    Raises ContextLengthError if no room is left for the first new token.
+    The texts of a string add up to it; those of token ids leave out special tokens. Raises
+    ContextLengthError if no room is left for the first new token.
     """
     context, prompt = model.target.context_length, params.prompt
+    offsets: list[tuple[int, int]] = []
     if prompt is None:
         ids = params.prompt_token_ids or []
-        detokenizer = IncrementalDetokenizer(model.tokenizer)
-        texts = [detokenizer.step(token) for token in ids]
     elif len(prompt) > max_chars(context):
         raise ContextLengthError(
             f"the prompt has {len(prompt)} characters, more than the {max_chars(context)} that are"
@@ -383,13 +383,17 @@ def _encode_raw(params: RequestParams, model: EagleFSD) -> tuple[list[int], list
         )
     else:
         encoded = model.tokenizer(prompt, return_offsets_mapping=True)
-        ids = encoded.input_ids
-        ends = [0, *accumulate((end for _, end in encoded.offset_mapping), max)]
-        texts = [prompt[start:end] for start, end in pairwise(ends)]
+        ids, offsets = encoded.input_ids, encoded.offset_mapping
     length = len(ids) + min(1, params.max_new_tokens)
     if length > context:
         raise ContextLengthError(
             f"the prompt's {len(ids)} tokens fill the context of {context} tokens"
         )
     model.target.check_length(length)
-    return ids, texts
+    if not params.echo:
+        return ids, []
+    if prompt is None:
+        detokenizer = IncrementalDetokenizer(model.tokenizer)
+        return ids, [detokenizer.step(token) for token in ids]
+    ends = [0, *accumulate((end for _, end in offsets), max)]
+    return ids, [prompt[start:end] for start, end in pairwise(ends)]

@@ -155,6 +155,15 @@ def test_echoed_texts_add_up_to_the_prompt(model: EagleFSD) -> None:
     assert "".join(as_ids.echo_texts) == model.tokenizer.decode(ids, skip_special_tokens=True)
 
 
+def test_token_ids_are_decoded_only_if_they_are_echoed_and_fit_the_context(
+    model: EagleFSD, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eagle_fsd.chat.requests.IncrementalDetokenizer", None)
+    assert request(model, prompt=None, prompt_token_ids=[7]).ids.tolist() == [[7]]
+    with pytest.raises(RequestError, match="100000 tokens fill the context of 2048"):
+        request(model, prompt=None, prompt_token_ids=[7] * 10**5, echo=True)
+
+
 def test_prompt_that_is_only_scored_may_fill_the_context(
     model: EagleFSD, monkeypatch: pytest.MonkeyPatch
 ) -> None:
