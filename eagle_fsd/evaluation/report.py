@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -324,11 +324,11 @@ def pass_at_k(correct: int, count: int, k: int) -> float:
 def summarize_samples(
     scores: Sequence[SampleScores], seeds: int, exact: Sequence[SampleScores] | None = None
 ) -> dict[str, Any] | None:
-    """Summarize the scores of several samples of each answer, where those of a seed are adjacent.
+    """Summarize the scores of several samples per question; the samples of a seed are adjacent.
 
-    The interval of ``accuracy`` is over questions, whose samples are averaged; that of
-    ``seed_accuracies`` is of their mean, over seeds, for the same questions. Questions of which a
-    sample has no score are omitted; None without any.
+    ``accuracy_interval`` treats the mean of a question's samples as one value, so it is about other
+    questions. ``seed_accuracies_interval`` is about other seeds on the same questions. Questions
+    without a score for every sample are left out. Return None if no question remains.
     """
     right = _count_correct(scores)
     if not right:
@@ -342,13 +342,14 @@ def summarize_samples(
     ]
     sizes = [*(k for k in PASS_AT if k < count), count]
     passes = {
-        str(k): Mean.of([pass_at_k(correct, count, k) for correct in right.values()]) for k in sizes
+        str(k): _mean_share([pass_at_k(correct, count, k) for correct in right.values()])
+        for k in sizes
     }
     found: dict[str, Any] = {
         "samples": count,
-        **Mean.of(list(means.values())).as_dict("accuracy"),
+        **_mean_share(list(means.values())).as_dict("accuracy"),
         "seed_accuracies": [item.value for item in by_seed],
-        "seed_accuracies_interval": Mean.of([item.value for item in by_seed]).interval,
+        "seed_accuracies_interval": _mean_share([item.value for item in by_seed]).interval,
         "pass_at": {k: item.value for k, item in passes.items()},
         "pass_at_intervals": {k: item.interval for k, item in passes.items()},
     }
@@ -358,6 +359,15 @@ def summarize_samples(
         if change.count:
             found |= change.as_dict("accuracy_change")
     return found
+
+
+def _mean_share(values: Sequence[float]) -> Mean:
+    """Return the mean of values in [0, 1], with its interval clipped to that range."""
+    mean = Mean.of(values)
+    if mean.interval is None:
+        return mean
+    low, high = mean.interval
+    return replace(mean, interval=(max(0.0, low), min(1.0, high)))
 
 
 def _count_correct(scores: Sequence[SampleScores]) -> dict[int | str, int]:
