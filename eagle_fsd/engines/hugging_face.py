@@ -103,24 +103,25 @@ def write_repository(
     settings: Path | None = None,
     target: str | None = None,
 ) -> None:
-    """Write a repository with the files of a drafter's folder, which requires a package version.
+    """Write a repository with the files of a drafter's folder.
 
-    ``settings`` replace the folder's ``fsd.json``, and ``target`` is the name in the card. Raises
-    ValueError if the output folder is not empty, the drafter's holds no model, or settings are
-    invalid.
+    ``version`` is the required version of this package. ``settings`` is a file that replaces the
+    folder's ``fsd.json``, and ``target`` the target's name in the card. Raises ValueError if the
+    output folder is not empty, the drafter's folder holds no model, or settings are invalid, and
+    FileNotFoundError if there is no file ``settings``.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists; choose another folder")
+        raise ValueError(f"{out} must be an empty or a new folder")
     if not (drafter / "config.json").is_file():
         raise ValueError(f"{drafter} is not the folder of an EAGLE head or a draft model")
     source = drafter / SETTINGS_FILE if settings is None else settings
-    in_file = source.exists()
-    read = read_settings(source) if in_file or settings is not None else Settings()
+    has_settings = settings is not None or source.exists()
+    read = read_settings(source) if has_settings else Settings()
     out.mkdir(parents=True, exist_ok=True)
     for file in sorted(drafter.iterdir()):
         if file.is_file() and file.name not in (CARD_FILE, SETTINGS_FILE):
             shutil.copyfile(file, out / file.name)
-    if in_file:
+    if has_settings:
         shutil.copyfile(source, out / SETTINGS_FILE)
     code = out / "custom_generate"
     code.mkdir()
@@ -131,11 +132,11 @@ def write_repository(
     atomic_write(code / "requirements.txt", f"eagle-fsd{bound}\n")
     name = target or (read.target.name if read.target is not None else "path/to/the/target")
     title, code_of_target = _PACKAGED_TARGETS.get(name, (name, f"\ntarget = {json.dumps(name)}"))
-    card = _CARD.format(title=title, target=code_of_target, settings=_describe(read, in_file))
+    card = _CARD.format(title=title, target=code_of_target, settings=_describe(read, has_settings))
     atomic_write(out / CARD_FILE, card)
 
 
-def _describe(settings: Settings, in_file: bool) -> str:
+def _describe(settings: Settings, has_file: bool) -> str:
     """Describe settings for the card, and how to override them."""
     if settings.lossless:
         parts, example = ["Settings: lossless decoding."], "`threshold=0.2` for fuzzy decoding"
@@ -143,7 +144,7 @@ def _describe(settings: Settings, in_file: bool) -> str:
         parts, example = [f"Settings: {settings.label}."], "`threshold=0.0` for lossless decoding"
         certificate = settings.certificate
         parts.append("They are not certified." if certificate is None else f"{certificate}.")
-    if in_file:
+    if has_file:
         parts.append(f"They are in `{SETTINGS_FILE}`.")
     parts.append(f"Arguments of `generate`, such as {example}, override them.")
     return " ".join(parts)

@@ -84,7 +84,7 @@ def convert_head(
     """Convert a head for another engine, given a loaded target; see :func:`export_head`."""
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists; choose another folder")
+        raise ValueError(f"{out} must be an empty or a new folder")
     if is_eagle3(read_config(head), tensor_names(head)):
         _record_origin(out, _convert_eagle3(head, target, out, export_format))
         return out

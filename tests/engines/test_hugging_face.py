@@ -92,7 +92,7 @@ def test_the_card_names_target_settings_and_certificate(run: Run, tmp_path: Path
         assert ("Settings: lossless decoding. Arguments" in card) == (not has_file)
     for drafter, place, reason in (
         ("ngram", "new", "ngram is not the folder of an EAGLE head or a draft model"),
-        (BUNDLED_HEAD, "out", "exists; choose another folder"),
+        (BUNDLED_HEAD, "out", "must be an empty or a new folder"),
     ):
         status, _, errors = run("export", "custom-generate", tmp_path / place, "--drafter", drafter)
         assert status == 1

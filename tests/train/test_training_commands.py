@@ -72,7 +72,7 @@ def test_trained_head_is_exported(
     printed, _ = succeed(*arguments, "--format", "sglang")
     assert "as sglang reads it" in printed
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
-    assert "exists; choose another folder" in refused(*arguments, "--format", "sglang")
+    assert "must be an empty or a new folder" in refused(*arguments, "--format", "sglang")
     assert "eagle, sglang, vllm" in refused(*arguments, "--format", "tensorrt", status=2)
 
 
