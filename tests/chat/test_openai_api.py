@@ -337,15 +337,20 @@ def test_answers_stream_while_texts_are_embedded(
             events.append("text")
 
     monkeypatch.setattr(observer, "step_finished", record_step)
-    hook = model.model.base_model.register_forward_pre_hook(record_text, with_kwargs=True)
     endless = {**EXACT, "ignore_eos": True}
-    with ask(client, stream=True, max_tokens=1900, extra_body=endless, **ENDLESS) as stream:
+    with (
+        model.model.base_model.register_forward_pre_hook(record_text, with_kwargs=True),
+        ask(client, stream=True, max_tokens=1900, extra_body=endless, **ENDLESS) as stream,
+    ):
         next(iter(stream))
-        embedded = client.embeddings.create(model=NAME, input=["Hello!", "8 - 3 = 5"] * 8)
+        client.embeddings.create(model=NAME, input=["Hello!", "8 - 3 = 5"] * 8)
         assert server.queue_length() == 1
-    hook.remove()
     assert events.count("text") == 16
     assert ("text", "text") not in pairwise(events)
+
+
+def test_embeddings_are_unit_vectors(client: openai.OpenAI) -> None:
+    embedded = client.embeddings.create(model=NAME, input=["Hello!", "8 - 3 = 5"] * 8)
     vectors = torch.tensor([item.embedding for item in embedded.data])
     assert torch.allclose(vectors.norm(dim=1), torch.ones(16), atol=1e-4)
     assert embedded.usage.prompt_tokens > 16

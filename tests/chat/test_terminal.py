@@ -82,14 +82,14 @@ def answer_to(model: EagleFSD, *turns: str) -> str:
 def test_chat_opens_with_one_line(session: ChatSession, talk: Talk) -> None:
     session.name = "org/pair\x1b[2J"
     session.model.acceptance = AcceptanceConfig(threshold=0.3)
-    for session.show_origins in (True, False):
+    for shown in (True, False):
+        session.show_origins = shown
         _, noted = talk()
         (line,) = noted.splitlines()
         assert line.startswith("org/pair")
         assert "\x1b[2J" not in line
         assert "threshold 0.3. Commands: !!help !!threshold !!exit !!reset" in line
-        end = "Colors: exact fuzzy target" if session.show_origins else "(--show-origins)"
-        assert line.endswith(end)
+        assert line.endswith("Colors: exact fuzzy target" if shown else "(--show-origins)")
 
 
 def test_answers_are_those_of_generate(model: EagleFSD, session: ChatSession, talk: Talk) -> None:

@@ -390,7 +390,10 @@ def test_describe_names_what_answers_depend_on(model: EagleFSD) -> None:
             chosen.acceptance = AcceptanceConfig(rule=method.name, fallback="stop")
             chosen.exact_tree = fuzzy.tree
             assert FSD.describe(chosen) == {**method.describe(fuzzy), "fallback": "stop"}
-    # The tree is the method's own, else the model's for its threshold.
+
+
+def test_describe_names_the_tree_of_a_method(model: EagleFSD) -> None:
+    """It is the method's own, or else the model's for the method's threshold."""
     pair = copy.copy(model)
     pair.tree, pair.exact_tree = TreeConfig(depth=9), TreeConfig(depth=7)
     pair.batch_trees = {2: TreeConfig(total_tokens=1)}
@@ -398,7 +401,8 @@ def test_describe_names_what_answers_depend_on(model: EagleFSD) -> None:
     assert EXACT.describe(pair)["batch_trees"].keys() == {"2"}
     assert fsd_method(0.1).describe(pair)["depth"] == 9
     own = replace(EXACT, tree=TreeConfig(depth=5)).describe(pair)
-    assert (own["depth"], "batch_trees" in own) == (5, False)
+    assert own["depth"] == 5
+    assert "batch_trees" not in own
 
 
 # -- decoding --------------------------------------------------------------------------------------

@@ -95,7 +95,8 @@ PAIRS: dict[str, Callable[[], EagleFSD]] = {
 def both(pair: EagleFSD, ids: Tensor, mask: Tensor | None = None, **options: Any) -> None:
     """Assert that a call gives the same tokens with and without compilation."""
     results = []
-    for pair.compile in (False, True):
+    for compiled in (False, True):
+        pair.compile = compiled
         out = pair.generate(ids, mask, **{"max_new_tokens": 24, **options})
         results.append((out.sequences.tolist(), out.origins.tolist()))
     pair.compile = False

@@ -195,7 +195,8 @@ def test_answers_end_where_those_of_hugging_face_end() -> None:
     for rows, new, options in cases:
         own, own_mask = prompts(rows)
         expected = greedy_reference(pair.model, own, own_mask, new=new, **options)
-        for pair.capture in (True, False):
+        for capture in (True, False):
+            pair.capture = capture
             out = pair.generate(own, own_mask, new, **options)
             assert_greedy(pair.model, out.sequences, expected, own.shape[1])
             assert out.sequences.shape == expected.shape
