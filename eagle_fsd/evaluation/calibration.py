@@ -118,8 +118,8 @@ SPEED_FIELDS = (
 class Calibration:
     """The result of :func:`calibrate`.
 
-    The report is about the questions that certify settings or, if none was tested, about the first
-    ones for the selection. Its speeds were measured separately, at the batch size of the options.
+    The report covers the questions that certify settings or, if no setting was tested, those of the
+    first round of the selection. Speeds were measured separately, at the batch size of the options.
     """
 
     report: Report

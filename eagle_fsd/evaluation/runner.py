@@ -97,8 +97,8 @@ class Evaluation(ABC):
     """Several methods on the same questions, with all results in one folder.
 
     Every process calls :meth:`open` (the first one before the others) and :meth:`answer`. When all
-    have finished, the first one calls :meth:`report` and :meth:`write`. ``source`` says, for the
-    report, where the answers come from.
+    have finished, the first one calls :meth:`report` and :meth:`write`. ``source`` names what
+    answers, for the report and for :meth:`inputs`.
     """
 
     #: The method that the others are compared with.

@@ -52,8 +52,9 @@ class BeamSearchOutput:
             hypotheses, best first; prompts as given, answers padded on the right.
         scores: ``[B * num_return_sequences]`` float32: the sum of the new tokens'
             log-probabilities, divided by their number to the power of the length penalty.
-        stats: One token per beam search step of a prompt; ``stats.tau`` is the number of steps per
-            target pass. All steps of a pass but the last are ``exact``.
+        stats: Statistics in which each beam search step of a prompt counts as one token, so
+            ``stats.tau`` is the number of steps per target pass. The last step of a pass has the
+            origin ``target``, the others ``exact``.
     """
 
     sequences: Tensor

@@ -53,7 +53,7 @@ class Execution:
         self._captured: Decision | None = None  # that of all rows, if steps are captured
 
     def renew(self, modules: list[nn.Module], described: Description, changed: bool) -> None:
-        """Drop what was captured or compiled with modules that have changed since."""
+        """Drop what belongs to modules that have changed; use what has been compiled meanwhile."""
         if changed:
             self.graphs.clear()
         if self.compiled_rows or self.background is not None:

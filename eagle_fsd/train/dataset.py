@@ -29,8 +29,8 @@ FILLER = -1
 class Example:
     """One chat, or why it could not be encoded (``error``); ``index`` may be :data:`FILLER`.
 
-    ``features`` ``[S, H]`` are stored hidden states of the target, and ``best`` ``[S]`` the tokens
-    that are its most likely after them, where the loss needs one.
+    ``features`` ``[S, F]`` are stored hidden states of the target, those of one or several layers,
+    and ``best`` ``[S]`` the tokens that are its most likely after them, where the loss needs one.
     """
 
     index: int
@@ -49,9 +49,10 @@ class Example:
 
 @dataclass
 class TrainingBatch:
-    """Chats padded on the right: ``[B, S]`` ids and mask; ``[B, S, H]`` stored features.
+    """Chats padded on the right.
 
-    ``unused`` counts chats without errors of which the loss covers no token.
+    ``ids``, ``assistant_mask`` and ``best`` are ``[B, S]``, stored ``features`` ``[B, S, F]``.
+    ``unused`` is the number of chats without errors in which the loss covers no token.
     """
 
     ids: Tensor

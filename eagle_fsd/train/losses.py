@@ -2,12 +2,12 @@
 
 EAGLE's losses (arXiv 2401.15077, section 3.2) compare the head's predicted feature with the
 target's feature (smooth L1), and the distributions that the target's output projection computes
-from both (cross-entropy). The divergence of these distributions is what FSD's gate looks at.
+from both (cross-entropy). FSD's gate compares the divergence of these distributions with ``T``.
 
 Unrolled training: during decoding, the head reads the target's features up to the root of the tree
-and its own predictions below. Training therefore runs the head over the chat several times, each
-time on the features predicted by the previous run. ``docs/training.md`` compares this with
-published methods.
+and its own predictions below. With ``unroll`` above 1, training therefore runs the head over the
+chat repeatedly: first on the target's features, then on those predicted by the previous run.
+``docs/training.md`` compares this with published methods.
 
 A head with a reduced vocabulary is compared as in ``eagle/traineagle3/cnets.py`` of EAGLE's
 authors: the target's distribution is the softmax of its logits of that vocabulary, and positions

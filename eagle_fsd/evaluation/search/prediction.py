@@ -110,10 +110,10 @@ def _tau(lengths: Sequence[int], tree: TreeConfig) -> float:
 
 
 class ObservingRule(ExactRule):
-    """Decode exactly, and record the tokens that other decisions would emit at every step.
+    """Decode exactly, and record how many tokens other decisions would emit at every step.
 
-    ``lengths`` are those of each decision. Where a rule's state depends on what it has emitted, the
-    tokens beyond those of exact decoding count again in the next step.
+    ``lengths`` are these numbers, by decision. A rule's state advances by all tokens that the rule
+    would emit; those beyond the exact ones are decoded again in the next step, and count twice.
     """
 
     capturable = False  # the host reads the numbers of tokens
