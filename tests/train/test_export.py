@@ -183,7 +183,7 @@ def test_export_rejects_what_it_cannot_convert(tmp_path: Path) -> None:
         export(make_head(bias=True), tmp_path, "vllm")
     head, out = make_head(), tmp_path / "out"
     save_head(head, tmp_path / "head")
-    with pytest.raises(ValueError, match="choose another folder"):
+    with pytest.raises(ValueError, match="must be an empty or a new folder"):
         convert_head(tmp_path / "head", head.target, tmp_path / "head", "eagle")
     with pytest.raises(CheckpointError, match=r"config\.json"):
         convert_head(tmp_path, head.target, out, "eagle")
