@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
+from eagle_fsd.bundled import BUNDLED_DRAFTERS, BUNDLED_TARGET
 from eagle_fsd.engines.settings import CONFIG_KEY, check_supported
 from eagle_fsd.evaluation.config import EngineName, EvaluationRequest
 from eagle_fsd.evaluation.methods import EAGLE_ACCEPTANCE, Method
@@ -107,7 +107,8 @@ def _vllm_flags(_: Method, tree: TreeConfig, model: EagleFSD, request: Evaluatio
         speculative["prompt_lookup_max"] = model.drafter.max_match
         speculative["prompt_lookup_min"] = model.drafter.min_match
     else:
-        speculative["model"] = request.drafter or str(BUNDLED_HEAD)
+        name = request.drafter or "bundled"
+        speculative["model"] = str(BUNDLED_DRAFTERS.get(name, name))
     folder = request.output_folder("calibrate").resolve()
     target = locate_model(request.target or str(BUNDLED_TARGET))
     if kind in ("eagle", "eagle3"):

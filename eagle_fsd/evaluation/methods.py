@@ -203,12 +203,12 @@ def given_acceptance(settings: Settings | None) -> AcceptanceConfig:
 
 
 def fsd_series(grid: GridConfig) -> dict[str, list[Method]]:
-    """Return FSD with increasing thresholds above 0 for every divergence and floor, by name."""
+    """Return FSD by divergence and increasing floor, each with increasing thresholds above 0."""
     several = len(grid.divergences) > 1
     thresholds = sorted(threshold for threshold in grid.thresholds if threshold > 0.0)
     series = {}
     for divergence in grid.divergences:
-        for ratio in grid.min_ratios:
+        for ratio in sorted(grid.min_ratios):
             name = f"r={format_number(ratio)}"
             series[f"{divergence} {name}" if several else name] = [
                 fsd_method(threshold, ratio, divergence, several) for threshold in thresholds

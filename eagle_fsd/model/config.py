@@ -344,7 +344,7 @@ class TargetOptions(Options):
 class PairOptions(TargetOptions):
     """Which target and drafter to load, and where."""
 
-    drafter: DrafterName | None = Field(
+    drafter: ModelName | None = Field(
         default=None,
         description="Drafter: a folder or a Hub name with an EAGLE head or a draft model; ngram"
         " (prompt lookup) or adaptive-ngram (a table of what was decoded); bundled-eagle3,"

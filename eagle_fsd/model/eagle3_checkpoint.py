@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -242,14 +243,17 @@ def declared_rule(path: str | Path, token: str | None = None) -> TopKRule | None
         methods = {item["proposal_type"]: item for item in declared.get("proposal_methods", [])}
         method = methods.get(declared.get("default_proposal_method"), {})
         top = int(method.get("verifier_accept_k", 1))
-        gap = float(method.get("accept_tolerance", 0.0))
-        if top < 1 or not gap >= 0.0:
-            raise ValueError(f"verifier_accept_k is {top} and accept_tolerance {gap}")
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        tolerance = float(method.get("accept_tolerance", 0.0))
+        if top < 1 or not tolerance >= 0.0:
+            raise ValueError(f"verifier_accept_k is {top} and accept_tolerance {tolerance}")
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
         raise CheckpointError(
             f"{path}: speculators_config in {CONFIG_FILE} is invalid: {one_line(error)}"
         ) from error
-    return None if top == 1 or gap == 0.0 else TopKRule(top, ratio=math.exp(-gap))
+    if top == 1 or tolerance == 0.0:
+        return None
+    # A ratio above 0, which can be exported again, whatever the tolerance.
+    return TopKRule(top, ratio=max(math.exp(-tolerance), sys.float_info.min))
 
 
 def _canonical(path: str | Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -66,7 +66,7 @@ def read_json(path: str) -> dict[str, object]:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError("not a JSON object")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise CheckpointError(f"cannot read {path}: {one_line(error)}") from error
     return values
 

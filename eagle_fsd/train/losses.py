@@ -62,14 +62,15 @@ class HeadLosses(nn.Module):
         loss_mask: Tensor,
         best: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Sum the losses over positions, averaged over the runs with weights of ``unroll_decay``.
+        """Sum the losses over positions; average over runs, weighted by powers of ``unroll_decay``.
 
         ``features`` ``[B, S, F]`` are the hidden states that the head reads, noise included,
         ``tokens`` ``[B, S]`` the token after each, ``labels`` ``[B, S, H]`` the target's last
-        hidden state at that token, and ``best`` ``[B, S]`` the target's most likely tokens after
-        the labels (default: computed, with the whole output projection). The result has ``loss``,
-        its parts ``feature``, ``token`` and ``divergence``, and for the first run ``top1`` and
-        ``top3``: the number of positions where the target's most likely token is among the head's.
+        hidden state at that token, ``loss_mask`` ``[B, S]`` whether its loss counts, and ``best``
+        ``[B, S]`` the target's most likely tokens after the labels (default: computed, with the
+        whole output projection). The result has ``loss``, its parts ``feature``, ``token`` and
+        ``divergence``, and for the first run ``top1`` and ``top3``: the number of positions where
+        the target's most likely token is the head's first, or among its first three.
         """
         config = self.config
         outputs = unroll(self.head, features, tokens, config.unroll)
@@ -85,7 +86,7 @@ class HeadLosses(nn.Module):
             self, differentiate, labels, best, weights, predicted, *self.output_parameters()
         )
         sums = dict(zip(("loss", "token", "divergence", "top1", "top3"), values, strict=True))
-        sums["feature"] = predicted.sum() * 0.0
+        sums["feature"] = torch.zeros_like(sums["token"])
         if config.feature_weight:
             feature = F.smooth_l1_loss(
                 predicted.float(), labels.float().expand_as(predicted), reduction="none"

@@ -198,7 +198,7 @@ def test_each_method_is_combined_with_a_chain_and_a_bushy_tree() -> None:
         assert {item.name: item.speed for item in found} == pytest.approx(expected)
         assert list(expected) == [item.name for item in found]
         assert plan.exact == exact
-    grid = CalibrationGrid(thresholds=(0.05, 0.1), min_ratios=(0.1, 0.3))
+    grid = CalibrationGrid(thresholds=(0.05, 0.1), min_ratios=(0.3, 0.1))
     fsd = [f"T={threshold:g} r={ratio:g}" for ratio in (0.3, 0.1) for threshold in (0.05, 0.1)]
     for rules in (False, True):
         names = [method.name for method in candidate_methods(grid, None, 0.0, rules)]

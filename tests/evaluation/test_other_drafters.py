@@ -9,7 +9,6 @@ import pytest
 from fastapi.testclient import TestClient
 
 from eagle_fsd import EagleFSD, TreeConfig
-from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_EAGLE3
 from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.serve.guard import Guard
 from eagle_fsd.chat.serve.worker import FSDWorker, worker_app
@@ -29,7 +28,7 @@ NOWHERE = "http://127.0.0.1:1"
 CONFIG = EvaluationConfig(max_new_tokens=12)
 CHAT: Chat = [{"role": "user", "content": "Mia has 8 apples and buys 4 more. How many are there?"}]
 
-DRAFTERS = (str(BUNDLED_EAGLE3), str(BUNDLED_DRAFT_MODEL), "ngram", "adaptive-ngram")
+DRAFTERS = ("bundled-eagle3", "bundled-draft-model", "ngram", "adaptive-ngram")
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ def answer_texts(file: Path) -> list[list[str]]:
     return [record["choices"][0]["turns"] for record in read_jsonl(file)]
 
 
-@pytest.mark.parametrize("drafter", [str(BUNDLED_EAGLE3), "ngram"], ids=["eagle3", "ngram"])
+@pytest.mark.parametrize("drafter", ["bundled-eagle3", "ngram"])
 @pytest.mark.usefixtures("fresh_accelerator", "few_measurements")
 def test_sweep_and_tune_with_another_drafter(drafter: str, tmp_path: Path) -> None:
     request = EvaluationRequest(count=2, drafter=drafter, out=tmp_path / "sweep")
@@ -76,7 +75,7 @@ def test_sweep_and_tune_with_another_drafter(drafter: str, tmp_path: Path) -> No
     assert (pair.exact_tree, pair.tree) == (exact.tree, fsd.tree)
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda name: Path(name).name)
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_worker_with_another_drafter(drafter: str, model: EagleFSD) -> None:
     """Its lossless answers are those of plain decoding, and it drafts."""
     template = load_chat_template(model.tokenizer)

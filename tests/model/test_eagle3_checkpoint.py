@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -251,11 +252,14 @@ def test_declared_rule(model: PreTrainedModel, tmp_path: Path) -> None:
     assert declared_rule(tmp_path) == rule
     published(tmp_path, model)
     assert declared_rule(tmp_path) is None
+    smallest = TopKRule(3, ratio=sys.float_info.min)
     for fields, expected in (
         ({"verifier_accept_k": 5}, None),
         ({"accept_tolerance": 2.0}, None),
         ({"verifier_accept_k": 3, "accept_tolerance": 0.5}, TopKRule(3, ratio=math.exp(-0.5))),
+        ({"verifier_accept_k": 3, "accept_tolerance": math.inf}, smallest),
         ({"verifier_accept_k": 0}, CheckpointError),
+        ({"verifier_accept_k": math.inf}, CheckpointError),
         ({"accept_tolerance": -1}, CheckpointError),
         ({"accept_tolerance": "much"}, CheckpointError),
     ):

@@ -37,6 +37,7 @@ from eagle_fsd.train.feature_store import (
 from eagle_fsd.train.features import add_noise, compute_features
 from eagle_fsd.train.loaded_target import LoadedTarget, fastest_dtype
 from eagle_fsd.train.run import make_accelerator
+from recipes.smollm2 import Recipe, Scale
 
 COUNT = 23
 MAX_LENGTH = 100
@@ -111,6 +112,23 @@ def test_worker_processes_open_shards_for_themselves(store: FeatureStore) -> Non
     assert same_example(pickle.loads(pickle.dumps(store))[5], store[5])
     for example in DataLoader(store, batch_size=None, sampler=range(COUNT), num_workers=2):
         assert same_example(example, store[example.index])
+
+
+def test_larger_parts_of_a_store_contain_smaller_ones(store: FeatureStore, tmp_path: Path) -> None:
+    """The learning curve of SmolLM2's heads is measured on such parts."""
+    shutil.copytree(store.folder, tmp_path / "features")
+    recipe = Recipe(tmp_path, tmp_path, tmp_path, Scale())
+    tokens = sum(store.size(index) for index in range(COUNT))
+    whole = {tuple(item.ids): item.features for item in map(store.__getitem__, range(COUNT))}
+    previous: set[tuple[int, ...]] = set()
+    for about in (tokens // 8, tokens // 2, tokens):
+        part = FeatureStore(recipe.some_features(about), store.fingerprint)
+        chats = [part[index] for index in range(len(part))]
+        sizes = sum(len(item.ids) for item in chats)
+        assert about <= sizes < about + SHARD_CHATS * MAX_LENGTH
+        assert all(torch.equal(item.features, whole[tuple(item.ids)]) for item in chats)
+        assert previous < (previous := {tuple(item.ids) for item in chats})
+    assert previous == set(whole)
 
 
 def test_noise_depends_on_the_chat_and_the_seed_only(store: FeatureStore) -> None:

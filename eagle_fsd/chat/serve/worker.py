@@ -131,7 +131,7 @@ class FSDWorker(_BaseWorker):  # type: ignore[misc]
         try:
             reply = httpx.post(url, json=body, timeout=CONTROLLER_TIMEOUT, trust_env=False)
             return reply.raise_for_status().json()
-        except (httpx.HTTPError, ValueError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             log.warning("the controller did not answer %s: %s", route, error)
             return None
 

@@ -4,7 +4,8 @@ Before vLLM's own kernels verify a batch, the drafted tokens that the rule accep
 the target's distributions, so the kernels, greedy or sampling, accept them, too. Everything
 else remains vLLM's, among it the lossless verification of the other tokens.
 
-Shape letters: ``B`` requests, ``T`` drafted tokens of all requests, ``V`` vocabulary.
+Shape letters: ``B`` requests, ``T`` drafted tokens of all requests, ``V`` vocabulary,
+``W`` numbers in a rule's state.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ verify them, the drafted tokens that the rule accepts become certain, as in
 
 Shape letters: ``B`` requests of a chunk, ``T`` their drafted tokens, ``R = T + B`` rows of logits,
 ``K`` maximum number of drafted tokens per request, ``S`` request slots of the runner, ``V``
-vocabulary.
+vocabulary, ``W`` numbers in a rule's state.
 """
 
 from __future__ import annotations
