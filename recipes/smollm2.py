@@ -163,7 +163,7 @@ TINY = Scale(
     parts=1,
     chats=6,
     answers=2,
-    max_new_tokens=96,
+    max_new_tokens=320,
     batch_size=4,
     max_steps=2,
     tuning=2,
@@ -339,7 +339,7 @@ class Recipe:
         else:
             questions, count = file if file.exists() else "ifeval", self.scale.prompts
             options |= {"--select-on": tuning, "--select-regret": MAX_REGRET}
-            options |= {"--max-drop": MAX_DROP, "--max-new-tokens": tokens}
+            options |= {"--max-drop": MAX_DROP, "--max-new-tokens": tokens, "--answer-batch": 16}
         if count is not None:
             options["--count"] = count
         run_command(command, questions, options, "--install")

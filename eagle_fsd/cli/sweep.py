@@ -31,6 +31,13 @@ def sweep(
             help="Also measure other acceptance rules from the literature.", negative_bool="no-"
         ),
     ] = True,
+    answer_batch: Annotated[
+        int | None,
+        Parameter(
+            help="Questions answered at once; speeds are then measured separately, with --batch, on"
+            " some of the questions. Default: --batch, with the speeds of all answers."
+        ),
+    ] = None,
     as_json: Json = False,
     grid: Annotated[GridConfig, options("Grid")] = GridConfig(),
     request: RequestOptions = EvaluationRequest(),
@@ -48,4 +55,13 @@ def sweep(
 
     settings = given_settings(file.settings, TreeConfig(), acceptance)
     with joined_evaluation(request, "sweep") as (own, _):
-        run(own, config, grid, rules=rules, settings=settings, progress=progress, on_report=show)
+        run(
+            own,
+            config,
+            grid,
+            rules=rules,
+            answer_batch=answer_batch,
+            settings=settings,
+            progress=progress,
+            on_report=show,
+        )

@@ -69,7 +69,13 @@ from eagle_fsd.evaluation.runner import (
     load_share,
     run_evaluation,
 )
-from eagle_fsd.evaluation.search.search import TREES_FILE, TreePlan, measure_speeds, plan_trees
+from eagle_fsd.evaluation.search.search import (
+    SPEED_FIELDS,
+    TREES_FILE,
+    TreePlan,
+    measure_speeds,
+    plan_trees,
+)
 from eagle_fsd.evaluation.search.workload import Workload
 from eagle_fsd.evaluation.selection import (
     Setting,
@@ -106,11 +112,6 @@ QUESTIONS_FILE, TESTS_FILE = "questions.json", "tests.json"
 OTHER_QUESTIONS = (
     "choose another output folder, and with --skip or --seed other questions: those that have"
     " tested a setting must not be tested again"
-)
-#: Values of a row that are measured separately, one batch of questions at a time.
-SPEED_FIELDS = (
-    *("tokens_per_second", "latency", "speedup", "speedup_interval"),
-    *("speed_over_exact", "speed_over_exact_interval", "speed_over_hf"),
 )
 
 

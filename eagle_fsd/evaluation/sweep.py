@@ -32,14 +32,22 @@ from eagle_fsd.evaluation.runner import (
     load_share,
     run_evaluation,
 )
-from eagle_fsd.evaluation.search.search import TREES_FILE, TreePlan, plan_trees
+from eagle_fsd.evaluation.search.search import (
+    SPEED_FIELDS,
+    TREES_FILE,
+    TreePlan,
+    measure_speeds,
+    plan_trees,
+)
 from eagle_fsd.evaluation.search.workload import Workload
 from eagle_fsd.evaluation.verdict import conclusions
 from eagle_fsd.model.config import Settings
 from eagle_fsd.model.probe import DivergenceProbe
+from eagle_fsd.utils.options import OptionsError
 from eagle_fsd.utils.progress import ProgressFactory, no_progress
 
-#: Groups of prompts that the trees of exact decoding are raced on.
+#: Groups of prompts that the trees of exact decoding are raced on, and that speeds are measured on
+#: where answers are decoded in other batches.
 RACE_GROUPS = 32
 #: A setting is not measured if its predicted speed, relative to exact decoding, is below this.
 MIN_SPEED = 0.9
@@ -53,6 +61,7 @@ def sweep(
     grid: GridConfig | None = None,
     *,
     rules: bool = True,
+    answer_batch: int | None = None,
     settings: Settings | None = None,
     progress: ProgressFactory = no_progress,
     on_report: Callable[[Report], None] | None = None,
@@ -63,11 +72,16 @@ def sweep(
     the settings of the pair's ``fsd.json``, with those given here.
 
     Arguments, exceptions and report are as in :func:`~eagle_fsd.evaluation.runner.evaluate`; with
-    ``rules``, the acceptance rules of the literature are evaluated, too. In the report,
+    ``rules``, the acceptance rules of the literature are evaluated, too. With ``answer_batch``, so
+    many questions are answered at once, and speeds are measured afterwards, at the batch size of
+    ``config``, on :data:`RACE_GROUPS` groups of them. In the report,
     ``divergences`` summarizes the divergences at the nodes that exact decoding visits, ``omitted``
     says what was not measured, and ``conclusions`` names the fastest settings.
     """
     config, grid = config or EvaluationConfig(), grid or GridConfig()
+    answered = config if answer_batch is None else config.updated(batch=answer_batch)
+    if answer_batch is not None and request.baseline is not None:
+        raise OptionsError("--baseline is timed with all answers: omit --answer-batch")
     fuzzy = [method for group in fsd_series(grid).values() for method in group]
     methods = [*fuzzy, *(rule_methods() if rules else ())]
     folder = request.output_folder("sweep")
@@ -87,8 +101,15 @@ def sweep(
 
     def extend(report: Report) -> None:
         probed = balanced_subset(questions, MAX_PROBED_QUESTIONS)
-        prompts = Workload.of(model, probed, request, config)
+        prompts = Workload.of(model, probed, request, answered)
         report |= {"divergences": probe_divergences(prompts, grid.divergences), "omitted": omitted}
+        if answer_batch is not None:
+            rows = {row["method"]: row for row in report["rows"]}
+            timed = [item for name, item in kept.items() if name in rows]
+            _, speeds = measure_speeds(workload, [plan.exact], timed, progress)
+            for name, row in rows.items():
+                row |= dict.fromkeys(SPEED_FIELDS) | speeds[name]
+            report["about"] |= {"batch": config.batch, "answer_batch": answer_batch}
         report["conclusions"] = conclusions(report)
         if omitted:
             report["tables"] = [(["not measured", "because"], list(map(list, omitted.items())))]
@@ -99,7 +120,7 @@ def sweep(
     hooks = Hooks(progress, on_report=extend, on_finish=on_report or ignore)
     measured = [PLAIN, exact, *kept.values()]
     return run_evaluation(
-        model, questions, measured, request, config=config, folder=folder, hooks=hooks
+        model, questions, measured, request, config=answered, folder=folder, hooks=hooks
     )
 
 

@@ -128,6 +128,29 @@ def test_sweep_writes_report_and_plots(tmp_path: Path, monkeypatch: pytest.Monke
         assert about["environment"]["versions"]["torch"] == version("torch")
 
 
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_speeds_are_measured_apart_from_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep_module, "plan_trees", planned)
+    config, grid = EvaluationConfig(max_new_tokens=12), GridConfig(thresholds=(0.1,))
+    reports = {}
+    for answer_batch in (None, 4):
+        request = EvaluationRequest(count=4, out=tmp_path / str(answer_batch))
+        reports[answer_batch] = sweep(request, config, grid, rules=False, answer_batch=answer_batch)
+    alone, together = reports[None], reports[4]
+    assert alone is not None
+    assert together is not None
+    for one, other in zip(alone["rows"], together["rows"], strict=True):
+        assert all(one[name] == other[name] for name in ("method", "tau", "accuracy"))
+        assert other["latency"]["p95"] >= other["latency"]["median"] > 0.0
+    exact = next(row for row in together["rows"] if row["method"] == "exact")
+    assert exact["speed_over_exact"] == 1.0
+    assert "batch size 1 (answers: 4)" in (tmp_path / "4" / "report.md").read_text()
+    with pytest.raises(OptionsError, match="omit --answer-batch"):
+        sweep(request.updated(baseline="hf"), config, grid, answer_batch=4)
+
+
 def test_invalid_grids_are_rejected() -> None:
     for values, words in (
         ({"thresholds": (0.0, -0.1)}, "threshold must be a number of at least 0; got -0.1"),

@@ -45,6 +45,11 @@ FIRST_ROUND, FINALISTS = 4, 2
 TIMED_TREES, TIMED_ROUNDS = 3, 5
 #: File with the trees of all methods.
 TREES_FILE = "trees.json"
+#: Values of a report's row that are measured separately if answers are decoded in other batches.
+SPEED_FIELDS = (
+    *("tokens_per_second", "latency", "speedup", "speedup_interval"),
+    *("speed_over_exact", "speed_over_exact_interval", "speed_over_hf"),
+)
 
 
 @dataclass(eq=False)
