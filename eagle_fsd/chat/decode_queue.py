@@ -154,6 +154,7 @@ class Call:
     work: Work
     client: str
     result: Future[Any] = field(default_factory=Future)
+    submitted: float = field(default_factory=time.monotonic)
 
     @property
     def cancelled(self) -> bool:
@@ -324,19 +325,21 @@ class DecodeQueue:
         return len(self._present()) >= self.max_waiting + self.max_batch
 
     def _replaceable(self, client: str) -> Job | Call | None:
-        """Return the waiting request that makes room for one of a client with fewer requests."""
+        """Return the waiting request that makes room for one of a client that has fewer then."""
         counts = Counter(item.client for item in self._present())
-        newest_first = reversed(self._queued())
-        item = max(newest_first, key=lambda item: counts[item.client], default=None)
-        return item if item and counts[item.client] > counts[client] + 1 else None
+        newest = max(
+            self._queued(), key=lambda item: (counts[item.client], item.submitted), default=None
+        )
+        return newest if newest and counts[newest.client] > counts[client] + 1 else None
 
     def _admit(self, client: str) -> None:
-        """Make room for a request, and remove cancelled ones, which must not pile up."""
+        """Make room for a request, or raise QueueFullError; drop cancelled ones."""
         self.check_room(client)
         self._drop_cancelled()
         if self._full() and (item := self._replaceable(client)) is not None:
             message = "a client with fewer requests took this place in the queue; try again later"
             item.fail(QueueFullError(message))
+            # Its caller counts a job that was replaced, and _drop_cancelled would count it again.
             self._waiting = [job for job in self._waiting if job is not item]
 
     def _drop_cancelled(self) -> None:

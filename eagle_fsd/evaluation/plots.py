@@ -193,7 +193,7 @@ def _draw_methods(
 def _draw_point(ax: Any, point: Point, color: str) -> None:
     """Draw a method with its intervals; one below the plot as an arrow at its lower edge."""
     floor = ax.get_ylim()[0]
-    shape = {"marker": "*", "markersize": 14} if color == "black" else {"marker": "o"}
+    shape = {"marker": "*", "markersize": 14} if point.is_reference else {"marker": "o"}
     style = {"color": color, "linestyle": "", "clip_on": False, "zorder": 3, **shape}
     if point.quality < floor:
         ax.plot([point.speed], [floor], **{**style, "marker": "v"})

@@ -155,9 +155,9 @@ class Evaluation(ABC):
     def inputs(self) -> dict[str, Any]:
         """Return everything that all answers depend on, as JSON values.
 
-        Answers do not depend on the grader, on what counts as lost, and on where servers are. They
-        do not depend on the count either, but a bound that is read again and again while a run
-        grows errs more often than it states.
+        The grader, what counts as lost, and where servers are do not change answers. Nor does the
+        count, but it is included: a bound does not hold for a run that is enlarged after its
+        results were seen.
         """
         unused = {"grader", "servers", *MeasureConfig.model_fields}
         return {key: value for key, value in self.about.items() if key not in unused}

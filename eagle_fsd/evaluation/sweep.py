@@ -72,10 +72,10 @@ def sweep(
     the settings of the pair's ``fsd.json``, with those given here.
 
     Arguments, exceptions and report are as in :func:`~eagle_fsd.evaluation.runner.evaluate`; with
-    ``rules``, the acceptance rules of the literature are evaluated, too. With ``answer_batch``, so
-    many questions are answered at once, and speeds are measured afterwards, at the batch size of
-    ``config``, on :data:`RACE_GROUPS` groups of them. In the report,
-    ``divergences`` summarizes the divergences at the nodes that exact decoding visits, ``omitted``
+    ``rules``, the acceptance rules of the literature are evaluated, too. With ``answer_batch``,
+    that many questions are answered at once, and speeds are measured afterwards: at the batch size
+    of ``config``, on :data:`RACE_GROUPS` batches of questions. In the report, ``divergences``
+    summarizes the divergences at the nodes that exact decoding visits, ``omitted``
     says what was not measured, and ``conclusions`` names the fastest settings.
     """
     config, grid = config or EvaluationConfig(), grid or GridConfig()
@@ -101,7 +101,7 @@ def sweep(
 
     def extend(report: Report) -> None:
         probed = balanced_subset(questions, MAX_PROBED_QUESTIONS)
-        prompts = Workload.of(model, probed, request, answered)
+        prompts = Workload.of(exact.pair_for(model), probed, request, answered)
         report |= {"divergences": probe_divergences(prompts, grid.divergences), "omitted": omitted}
         if answer_batch is not None:
             rows = {row["method"]: row for row in report["rows"]}
@@ -113,7 +113,11 @@ def sweep(
         report["conclusions"] = conclusions(report)
         if omitted:
             report["tables"] = [(["not measured", "because"], list(map(list, omitted.items())))]
-        own = [name for name, item in kept.items() if item.pair_for(model).acceptance == stored]
+        own = [
+            name
+            for name, item in kept.items()
+            if item.rule is None and item.pair_for(model).acceptance == stored
+        ]
         report["calibrated"] = own[0] if own else None
         draw_figures(report, folder)
 

@@ -62,7 +62,7 @@ def assistant_spans(
     spans = []
     for index, message in enumerate(chat):
         if not is_answer(message):
-            _check_rendered(chat, index, text, chat_template)
+            _check_tool_turn(chat, index, text, chat_template)
             continue
         prompt = chat_template.render(chat[:index], add_generation_prompt=True)
         prefix = chat_template.render(chat[: index + 1])
@@ -79,13 +79,13 @@ def assistant_spans(
     return text, spans
 
 
-def _check_rendered(chat: Chat, index: int, text: str, chat_template: ChatTemplate) -> None:
-    """Reject a template that omits a tool's call or result: the answers after it depend on it."""
+def _check_tool_turn(chat: Chat, index: int, text: str, chat_template: ChatTemplate) -> None:
+    """Reject a template that omits a tool call or its result, on which later answers depend."""
     message = chat[index]
     if "tool_calls" in message:
-        changed = {"role": message["role"], "content": message["content"]}
-    elif message["role"] == "tool" and message["content"]:
-        changed = {**message, "content": ""}
+        part, changed = "call", {"role": message["role"], "content": message["content"]}
+    elif message["role"] == "tool" and message["content"].strip():
+        part, changed = "result", {**message, "content": ""}
     else:
         return
     try:
@@ -93,7 +93,7 @@ def _check_rendered(chat: Chat, index: int, text: str, chat_template: ChatTempla
     except ValueError:  # the template needs what was removed
         return
     if omitted:
-        raise ValueError(f"the chat template omits the tool's part in turn {index + 1}")
+        raise ValueError(f"the chat template omits the tool {part} in turn {index + 1}")
 
 
 def _find_rewritten_turn(

@@ -231,8 +231,8 @@ class NearDuplicates:
         self._factors, self._offsets = factors[0] | np.uint64(1), factors[1]
         self._seen: dict[tuple[int, bytes], list[np.ndarray]] = defaultdict(list)
 
-    def add(self, text: str) -> bool:
-        """Remember a text unless it resembles an earlier one; return whether it does."""
+    def resembles_earlier(self, text: str) -> bool:
+        """Return whether a text resembles an earlier one; remember it if not."""
         letters = "".join(filter(str.isalnum, text.casefold()))
         starts = range(max(1, len(letters) - SHINGLE + 1))
         shingles = {letters[start : start + SHINGLE].encode() for start in starts}
@@ -297,7 +297,7 @@ class Sieve:
         if not any(message["role"] == "assistant" for message in chat):
             return
         first = next(message["content"] for message in chat if message["role"] == "user")
-        if self._seen.add(first):
+        if self._seen.resembles_earlier(first):
             self.dropped["near-duplicate"] += 1
         else:
             self.kept.append({"index": line["index"], "messages": chat})

@@ -17,7 +17,7 @@ from transformers import StopStringCriteria
 from eagle_fsd import EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.evaluation import sweep as sweep_module
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, GridConfig
-from eagle_fsd.evaluation.methods import EXACT, Method
+from eagle_fsd.evaluation.methods import BEFORE_RESULT, EXACT, Method
 from eagle_fsd.evaluation.questions.formats import bundled_questions
 from eagle_fsd.evaluation.report import limit_losses
 from eagle_fsd.evaluation.search.prediction import Candidate
@@ -133,11 +133,14 @@ def test_speeds_are_measured_apart_from_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweep_module, "plan_trees", planned)
-    config, grid = EvaluationConfig(max_new_tokens=12), GridConfig(thresholds=(0.1,))
-    reports = {}
+    monkeypatch.setattr(sweep_module, "rule_methods", lambda: [BEFORE_RESULT])
+    config, grid = EvaluationConfig(max_new_tokens=12), GridConfig(thresholds=(0.0,))
+    lossless, reports = Settings(threshold=0.0, min_ratio=0.0), {}
     for answer_batch in (None, 4):
         request = EvaluationRequest(count=4, out=tmp_path / str(answer_batch))
-        reports[answer_batch] = sweep(request, config, grid, rules=False, answer_batch=answer_batch)
+        reports[answer_batch] = sweep(
+            request, config, grid, answer_batch=answer_batch, settings=lossless
+        )
     alone, together = reports[None], reports[4]
     assert alone is not None
     assert together is not None
@@ -146,6 +149,7 @@ def test_speeds_are_measured_apart_from_answers(
         assert other["latency"]["p95"] >= other["latency"]["median"] > 0.0
     exact = next(row for row in together["rows"] if row["method"] == "exact")
     assert exact["speed_over_exact"] == 1.0
+    assert together["calibrated"] is None  # a rule object has no acceptance options
     assert "batch size 1 (answers: 4)" in (tmp_path / "4" / "report.md").read_text()
     with pytest.raises(OptionsError, match="omit --answer-batch"):
         sweep(request.updated(baseline="hf"), config, grid, answer_batch=4)

@@ -178,11 +178,11 @@ REJECTED: dict[str, tuple[str, Chat, str]] = {
     "shortened turn": (THINKING, THOUGHTFUL, "turn 3 cannot be located"),
     "omitted turn": (OMITTING, [{**CHAT[1]}, {**CHAT[2], "content": "Four."}, *CHAT[3:]], "turn 2"),
     "omitted turn in a question": (OMITTING, REPEATED, "turn 2 cannot be located"),
-    "omitted call": (CHATML, TOOL_CHAT, "omits the tool's part in turn 3"),
+    "omitted call": (CHATML, TOOL_CHAT, "omits the tool call in turn 3"),
     "omitted result": (
         TOOLS.replace("m.content | tojson", "''"),
         TOOL_CHAT,
-        "omits the tool's part in turn 4",
+        "omits the tool result in turn 4",
     ),
     "rejected": (NO_SYSTEM, CHAT, "rejects the chat: no system"),
     "wrong type": (CHATML + "{{ messages[0].content + 1 }}", CHAT, "the chat template rejects"),

@@ -49,7 +49,7 @@ CLIENT_CLOSED_REQUEST = 499
 #: How many choices of one request are decoded or wait at the same time, so that a request for many
 #: choices does not fill the queue.
 MAX_CONCURRENT_CHOICES = 4
-#: Updates that a response holds while its client does not read.
+#: Updates of all choices that wait to be sent; each choice's job holds those that come after.
 MAX_UNREAD_UPDATES = 16
 
 
@@ -237,9 +237,9 @@ def add_status_routes(app: FastAPI, backend: LocalBackend, metrics: ServerMetric
 async def answer_choices(
     backend: LocalBackend, params: Sequence[dict[str, Any]], client: str, method: str = "fsd"
 ) -> AsyncGenerator[tuple[int, JobUpdate], None]:
-    """Answer several requests, at most :data:`MAX_CONCURRENT_CHOICES` at the same time.
+    """Answer the choices of a request, at most :data:`MAX_CONCURRENT_CHOICES` at the same time.
 
-    Yields the index of a request and its next update as they arrive. If one fails, the others are
+    Yields the index of a choice and its next update as they arrive. If one fails, the others are
     cancelled and its error, one of :data:`ANSWER_ERRORS`, is raised.
     """
     arrived: asyncio.Queue[tuple[int, JobUpdate | Exception | None]]
@@ -248,7 +248,7 @@ async def answer_choices(
 
     async def collect(index: int) -> None:
         try:
-            async with slots:  # the first one is admitted for all
+            async with slots:  # whether the queue has room is asked for the first one only
                 updates = backend.answer(params[index], client, method, admitted=index > 0)
                 async with aclosing(updates):
                     async for _, update in updates:
