@@ -61,8 +61,9 @@ class Grammar(AnswerProcessor):
         self._matcher.consume_tokens(tokens[common:])
         self._tokens[common:] = tokens[common:]  # in place, for all copies
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        mask = np.unpackbits(bits, count=vocab_size, bitorder="little").astype(bool)
-        return mask & (not self._matcher.is_error())
+        if self._matcher.is_error():
+            return np.zeros(vocab_size, np.bool_)
+        return np.unpackbits(bits, count=vocab_size, bitorder="little").astype(bool)
 
 
 def json_grammar(

@@ -117,12 +117,12 @@ def check_version(engine: str, found: str, supported: str, signatures: Mapping[s
     if changed or not fnmatchcase(found, supported):
         raise OptionsError(
             f"this version of eagle_fsd supports {engine} {supported}; got {found}"
-            + (f", whose {changed[0]} has other parameters" if changed else "")
+            + (f", in which {changed[0]} is missing or has other parameters" if changed else "")
         )
 
 
 def changed_signatures(signatures: Mapping[str, str]) -> list[str]:
-    """Find the callables that do not end with the expected parameters.
+    """Find the callables that are missing, or whose last parameters are not the expected ones.
 
     The keys are ``module:name``, and the values names of parameters, separated by spaces.
     """

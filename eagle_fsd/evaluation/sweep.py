@@ -72,7 +72,7 @@ def sweep(
     the settings of the pair's ``fsd.json``, with those given here.
 
     Arguments, exceptions and report are as in :func:`~eagle_fsd.evaluation.runner.evaluate`; with
-    ``rules``, the acceptance rules of the literature are evaluated, too. With ``answer_batch``,
+    ``rules``, the acceptance rules from the literature are evaluated, too. With ``answer_batch``,
     that many questions are answered at once, and speeds are measured afterwards: at the batch size
     of ``config``, on :data:`RACE_GROUPS` batches of questions. In the report, ``divergences``
     summarizes the divergences at the nodes that exact decoding visits, ``omitted``

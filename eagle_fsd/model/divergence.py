@@ -123,7 +123,7 @@ def _top_k_buckets(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 def _top_p_buckets(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     """Move the mass outside the target's nucleus to a bucket: ``[..., V + 1]``."""
     below = log_p - log_p.amax(-1, keepdim=True)
-    flat = below.view(-1, below.shape[-1])
+    flat = below.reshape(-1, below.shape[-1])
     outside = below < -top_p_radius(flat, exp(flat), TOP_P).view(*below.shape[:-1], 1)
 
     def bucketed(log_x: Tensor) -> Tensor:

@@ -76,10 +76,16 @@ class TrainingBatch:
 
     def to(self, device: torch.device) -> TrainingBatch:
         """Return the batch with its tensors on another device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> TrainingBatch:
+        """Return the batch with its tensors in pinned memory; ``DataLoader`` calls this."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> TrainingBatch:
+        """Return the batch with a function applied to its tensors."""
         tensors: Any = {
-            name: value.to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
+            name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
         return replace(self, **tensors)
 

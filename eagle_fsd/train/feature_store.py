@@ -111,7 +111,7 @@ class FeatureStore(Dataset[Example]):
             index,
             ids=shard.get_slice("ids")[rows].tolist(),
             assistant_mask=[False] * tokens if index == FILLER else mask.tolist(),
-            truncated=truncated,
+            truncated=truncated and index != FILLER,
             features=shard.get_slice("features")[rows]
             .unflatten(-1, (len(self.fingerprint["states"]), -1))[:, self._states]
             .flatten(1),

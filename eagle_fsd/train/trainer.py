@@ -257,8 +257,9 @@ class Trainer:
         """Count what all processes read in a step, and return the positions of its loss."""
         counts = torch.zeros(len(COUNTERS), dtype=torch.long)
         for batch in batches:
-            chats = sum(index != FILLER for index in batch.indices)
-            used = chats, sum(batch.lengths), int(batch.loss_mask.sum())
+            pairs = zip(batch.indices, batch.lengths, strict=True)
+            lengths = [length for index, length in pairs if index != FILLER]
+            used = len(lengths), sum(lengths), int(batch.loss_mask.sum())
             counts += torch.tensor([*used, batch.truncated, len(batch.errors), batch.unused])
             for error in batch.errors:
                 self._described += 1
@@ -289,12 +290,17 @@ class Trainer:
             yield epoch, collate([self.data[FILLER]])
 
     def _epoch_batches(self, epoch: int) -> list[list[int]]:
-        """Return the indices of the chats of this process's batches."""
+        """Return this process's batches of an epoch, as lists of chat indices."""
         config, accelerator = self.config, self.accelerator
-        shared = (config.seed, epoch, accelerator.process_index, accelerator.num_processes)
+        shared = {
+            "seed": config.seed,
+            "epoch": epoch,
+            "process": accelerator.process_index,
+            "processes": accelerator.num_processes,
+        }
         if config.tokens_per_batch is not None:
-            return shared_batches(self.packed, *shared)
-        return shuffled_batches(self.chats, self.sizes, config.batch_size, *shared)
+            return shared_batches(self.packed, **shared)
+        return shuffled_batches(self.chats, self.sizes, config.batch_size, **shared)
 
     def _measure_lengths(self, progress: ProgressFactory) -> list[int]:
         """Return the number of tokens of each training chat; processes share the encoding."""
@@ -330,6 +336,7 @@ class Trainer:
         return rank_by_frequency(counts.cpu())[:size]
 
     def _data_loader(self, batches: list[list[int]]) -> DataLoader[Any]:
+        """Load batches of chats, given their indices."""
         on_gpu = self.accelerator.device.type == "cuda"
         return DataLoader(
             self.data,

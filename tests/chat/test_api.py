@@ -365,6 +365,8 @@ def test_log_probabilities_are_bounded(backend: StandIn) -> None:
     response = backend.call(COMPLETIONS, echoed)
     assert response.status_code == 400
     assert "must be at most 262144; got 302400" in response.text
+    echoed["prompt"] = ["a long text " * 5000]  # it cannot have more tokens than the context
+    assert "must be at most" not in backend.call(COMPLETIONS, echoed).text
     assert backend.call(CHAT, {**body, "stream": True}).status_code == 200
     backend.answers = lambda _: updates("ab" * 100, "c" * 1000)
     for path, valid in ((CHAT, {**body, "n": 2}), (COMPLETIONS, {**BODY, "logprobs": 2})):

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
+from torch.utils.data._utils.pin_memory import pin_memory
 from trainings import make_chat, write_chats
 
 from eagle_fsd.bundled import BUNDLED_TARGET
@@ -129,6 +130,23 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> ChatDataset:
     file = write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl", 6)
     tokenizer = load_tokenizer(BUNDLED_TARGET)
     return ChatDataset(ChatFile(file), tokenizer, TokenizerTemplate(tokenizer), max_length=60)
+
+
+def test_pinned_batches_have_all_tensors_in_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``DataLoader`` pins an object only if it has a method for that."""
+    pinned: list[int] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(id(tensor))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    features = torch.zeros(3, 4)
+    batch = collate([Example(0, [1, 2, 3], [False, True, True], features=features)])
+    assert pin_memory(batch) == batch
+    tensors = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
+    assert pinned == list(map(id, tensors))
+    assert len(tensors) == 3
 
 
 def test_dataset_encodes_chats(dataset: ChatDataset) -> None:

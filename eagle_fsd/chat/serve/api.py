@@ -149,7 +149,8 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
         headers = {"X-Eagle-FSD-Acceptance": acceptance_label(acceptance, certificate)}
         params = request.answer_params()
         if not request.stream:
-            check_logprobs(params, backend.about.limits.max_new_tokens)
+            context = backend.model.target.context_length
+            check_logprobs(params, backend.about.limits.max_new_tokens, context)
         builder = ResponseBuilder(request, len(params), backend.tokens)
         updates = answer_choices(backend, params, client, request.method)
         if request.stream:

@@ -661,11 +661,11 @@ def chat_logprobs(pieces: Iterable[Piece], tokens: TokenDecoder) -> list[dict[st
     ]
 
 
-def check_logprobs(params: Sequence[dict[str, Any]], default: int) -> None:
+def check_logprobs(params: Sequence[dict[str, Any]], default: int, context: int) -> None:
     """Raise ApiError if a whole response could hold more than :data:`MAX_LOGPROBS` values.
 
-    ``default`` is the maximum number of tokens of an answer. An echoed text has at most as many
-    tokens as bytes.
+    ``default`` is the maximum number of tokens of an answer, ``context`` that of a prompt. An
+    echoed text, which is not tokenized yet, counts one token per byte.
     """
     values = 0
     for item in params:
@@ -673,13 +673,13 @@ def check_logprobs(params: Sequence[dict[str, Any]], default: int) -> None:
             tokens = min(item.get("max_new_tokens", default), default)
             if item.get("echo"):
                 prompt = item.get("prompt_token_ids") or item["prompt"].encode()
-                tokens += len(prompt)
+                tokens += min(len(prompt), context)
             values += tokens * (1 + item["logprobs"])
     if values > MAX_LOGPROBS:
         raise ApiError(
-            f"choices, multiplied by their maximum numbers of tokens and log-probabilities for"
-            f" each, must be at most {MAX_LOGPROBS}; got {values}: stream the response, or set"
-            f" max_tokens"
+            f"the number of log-probabilities in a response must be at most {MAX_LOGPROBS}; got"
+            f" {values}: stream the response, or lower max_tokens, the log-probabilities per token,"
+            " or the number or length of choices and echoed prompts"
         )
 
 

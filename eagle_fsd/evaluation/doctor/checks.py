@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, stdev
@@ -25,6 +24,7 @@ from eagle_fsd.model.drafters.eagle import EagleHead
 from eagle_fsd.model.probe import describe_closed_gate
 from eagle_fsd.model.target import LAST, Target
 from eagle_fsd.utils.chat_templates import encode_prompt
+from eagle_fsd.utils.errors import is_out_of_memory
 
 #: A change must raise a mean by this many standard errors.
 MIN_ERRORS = 3.0
@@ -109,11 +109,14 @@ def _damage(agreement: Agreement, dtype: str) -> Finding:
 
 
 def _compare(agreement: Agreement, setting: DrafterSetting) -> tuple[float, Finding]:
-    """Return by how much the best alternative raises the agreement, 0.0 if that is not clear."""
+    """Return a setting's finding, after the gain in agreement if it is a problem, else 0.0."""
     tried, own = {}, agreement.mean
-    with suppress(torch.OutOfMemoryError):  # of weights in float32
+    try:
         for name, changes in setting.alternatives:
             tried[name] = agreement.measure(*changes).nan_to_num(0.0)
+    except (RuntimeError, MemoryError) as failure:
+        if not is_out_of_memory(failure):  # of weights in float32
+            raise
     evidence, coverage = setting.value, 1.0
     if setting.check == "vocabulary":
         if (ids := agreement.drafter.token_ids) is not None:
@@ -131,7 +134,9 @@ def _compare(agreement: Agreement, setting: DrafterSetting) -> tuple[float, Find
         clear = gain > max(setting.min_gain, MIN_ERRORS * error)
         if clear and share > agreement.chance + CHANCE_MARGIN:
             return gain, Finding(setting.check, "problem", evidence, setting.step.format(name))
-    step = "use a larger draft vocabulary of such text: --draft-vocabulary, or another head"
+    step = (
+        "use a draft vocabulary that covers such text: a larger --draft-vocabulary, or another head"
+    )
     return 0.0, Finding.note(coverage < MIN_COVERAGE, setting.check, evidence, step)
 
 

@@ -127,7 +127,7 @@ class DraftHead(nn.Module, LevelDrafter):
         # Some families represent rotations as complex numbers.
         return found if isinstance(found, tuple) else (found,)
 
-    def rotate(self, positions: Tensor) -> tuple[Tensor, ...]:
+    def rotary_embedding(self, positions: Tensor) -> tuple[Tensor, ...]:
         found = self.embed_positions(positions)
         return signed_rotary(*found) if self.plain else found
 

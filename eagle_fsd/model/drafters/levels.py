@@ -63,10 +63,10 @@ class LevelDrafter(Drafter):
         """Convert the output ``[..., H]`` to the input at the next token."""
         return hidden
 
-    def rotate(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """Prepare the positions ``[B, S]`` of a pass or of all levels; by default, nothing.
+    def rotary_embedding(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """Compute the rotary embedding of positions ``[B, S]``; by default, none.
 
-        Returns tensors ``[B, S, ...]``, of which a level gets its part.
+        Returns tensors ``[B, S, ...]``. A draft computes it for all levels at once, and splits it.
         """
         return ()
 
@@ -82,7 +82,7 @@ class LevelDrafter(Drafter):
         positions = lengths[:, None] + torch.arange(tokens.shape[1], device=lengths.device)
         cache.place(positions, keys)
         mask = additive_mask(keys <= positions[:, :, None], self.dtype)
-        inputs = AttentionInputs(self.rotate(positions), mask, cache)
+        inputs = AttentionInputs(self.rotary_embedding(positions), mask, cache)
         return self.encode(self.fuse(features), tokens, positions, inputs)
 
     @abstractmethod
@@ -93,7 +93,7 @@ class LevelDrafter(Drafter):
 
         ``x`` ``[B, S, H]`` are results of :meth:`fuse` or :meth:`carry` before each of the
         ``tokens`` ``[B, S]``, at ``positions`` ``[B, S]``. A visible slot's position is the number
-        of visible slots before it. The rotary embedding is a result of :meth:`rotate`.
+        of visible slots before it. ``inputs`` hold a result of :meth:`rotary_embedding`.
         """
 
     @abstractmethod
@@ -230,7 +230,7 @@ class LevelState(DraftState):
         builder.start(drafter.log_probs(hidden[:, 0]), points)
         steps = torch.arange(depth * width, device=lengths.device)
         positions = lengths + steps // width  # [B, depth * K]
-        rotary = [part.split(width, 1) for part in drafter.rotate(positions)]
+        rotary = [part.split(width, 1) for part in drafter.rotary_embedding(positions)]
         slots = (lengths + steps).view(-1, depth, width)  # where the levels are written
         own = slots[:, None, :, :, None].unbind(2)  # one entry per level: [B, 1, K, 1]
         mask = additive_mask((keys < lengths)[:, None], drafter.dtype).expand(-1, -1, width, -1)

@@ -187,7 +187,7 @@ def test_other_versions_are_refused_with_settings_only(monkeypatch: pytest.Monke
     monkeypatch.setattr(config, "__post_init__", config.__post_init__)  # restored afterwards
     monkeypatch.setattr(config, "_eagle_fsd", False, raising=False)
     register()
-    with pytest.raises(OptionsError, match=r"whose vllm\.v1\.worker\.worker_base:WorkerBase"):
+    with pytest.raises(OptionsError, match=r"in which vllm\.v1\.worker\.worker_base:WorkerBase"):
         check_version("vLLM", patches.vllm_version, patches.VERSION, patches.SIGNATURES)
     assert type(RejectionSampler(Sampler())) is RejectionSampler
 
