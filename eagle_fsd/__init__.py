@@ -3,8 +3,8 @@
 Start with :class:`EagleFSD`: ``from_pretrained`` loads a target and a drafter, ``generate``,
 ``stream`` and ``generate_many`` decode. ``model`` holds the decoder, ``train`` trains draft heads,
 ``evaluation`` measures speed and quality, ``chat`` holds the terminal chat, the web page and the
-servers, ``cli`` is the command line, ``bundled`` a small pair that needs no download, and ``utils``
-shared helpers.
+servers, ``engines`` the plugins for other engines, ``cli`` is the command line, ``bundled`` a small
+pair that needs no download, and ``utils`` shared helpers.
 """
 
 from __future__ import annotations
@@ -75,13 +75,15 @@ _MODULES = {
 __all__ = list(_MODULES)
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name on first use."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # type checkers would accept any name
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name on first use."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

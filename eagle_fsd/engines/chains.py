@@ -81,8 +81,8 @@ class Layout:
         """Return the chains as trees, given drafted tokens ``[T]``.
 
         A negative token, a placeholder, ends a chain: it and what follows have depth 0.
-        ``draft_logits`` are those of the draft ``[T, V]``, of the distributions from which the
-        tokens were chosen.
+        ``draft_logits`` ``[T, V]`` are the draft's logits from which each token was chosen. The
+        token of the root is unknown, and set to 0.
         """
         chain = torch.nn.functional.pad(tokens.long()[self.index[:, :-1]], (1, 0))
         if draft_logits is None:

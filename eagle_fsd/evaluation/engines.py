@@ -221,12 +221,13 @@ ENGINES: dict[EngineName, EngineSupport] = {
 
 
 def caveat(engine: EngineName) -> str:
-    """Return a sentence on what a calibration says about an engine's own answers."""
-    name = ENGINES[engine].label
+    """Say what a calibration shows about an engine's own answers."""
+    found = ENGINES[engine]
+    rule = "" if found.reads_settings else f" with {found.label}'s rule"
     return (
-        f"Answers and speeds are eagle-fsd's with {name}'s rule: {name} itself did not run, so the"
-        " bound does not hold for its answers. Compare its servers with eagle-fsd evaluate --server"
-        " before you rely on them."
+        f"Answers and speeds are eagle-fsd's{rule}: {found.label} itself did not run, so the bound"
+        " does not hold for its answers. Compare its servers with eagle-fsd evaluate --server"
+        " before you rely on its answers."
     )
 
 

@@ -53,7 +53,7 @@ class Grader:
     grade: Callable[[str, Question], bool | None] | None = None
 
     def apply(self, question: Question) -> Question:
-        """Return a question that this grader scores, or raise ValueError if its answer is unfit."""
+        """Return a question as this grader scores it; raise ValueError if it cannot be."""
         if self.kind == "function":
             return replace(question, scored_by=self.kind, grade=self.grade)
         if question.scored_by == "code":
@@ -63,7 +63,7 @@ class Grader:
         if self.kind == "regex":
             try:
                 re.compile(question.answer)
-            except re.error as error:
+            except (re.error, OverflowError, RecursionError) as error:
                 raise ValueError(f'"answer" is not a regular expression ({error})') from error
         if self.kind == "number" or self.kind in HARNESS_FILTERS:
             try:

@@ -29,7 +29,7 @@ def tables(report: dict[str, Any]) -> list[Table]:
     if report["about"].get("servers"):
         unit = "word"
     several_trees = len({tree for row in rows if (tree := tree_text(row))}) > 1
-    filters = _table("accuracy by filter", rows, _filters)
+    filters = _table("accuracy by scoring", rows, _filters)
     agree = all(len(set(line[1:])) == 1 for line in filters[1])
     names = sorted({name for row in rows for name in row["tau_by_category"]})
     starts = range(0, len(names), MAX_CATEGORIES) if len(names) > 1 else ()
@@ -148,7 +148,7 @@ def _judge(row: Row) -> dict[str, str]:
 
 def _filters(row: Row) -> dict[str, str]:
     values = dict(row.get("harness") or {})
-    if values and "prompt, strict" not in values:
+    if values and "prompt, strict" not in values:  # that of IFEval is the accuracy
         values = {"eagle-fsd": row["accuracy"], **values}
     return {name: number_text(value, ".1%") for name, value in values.items()}
 

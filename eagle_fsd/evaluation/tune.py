@@ -177,13 +177,13 @@ def tune(
     progress: ProgressFactory = no_progress,
     on_result: Callable[[Tuning], None] | None = None,
 ) -> Tuning:
-    """Find the fastest tree for lossless decoding and for the pair's acceptance settings.
+    """Find the fastest trees: one for lossless decoding, one for the pair's acceptance settings.
 
     Writes ``tune.json`` and ``fsd.json`` to the output folder and, with ``install``, also
-    ``fsd.json`` beside the drafter, which removes a bound that was certified for another tree.
-    Accepted lengths are kept, so that an interrupted run does not record them again. After
-    KeyboardInterrupt, which is raised again, the results so far are written and passed to
-    ``on_result``.
+    ``fsd.json`` beside the drafter, without its certificate: a bound holds for one tree only.
+    Accepted lengths are kept, so that an interrupted run does not record them again. After an
+    exception such as KeyboardInterrupt, which is raised again, the results so far are written and
+    passed to ``on_result``.
     """
     config, folder = config or EvaluationConfig(), request.output_folder("tune")
     files = settings_files(request, folder, install)
@@ -224,8 +224,9 @@ def tune(
             tuning.settings = tuned_settings(tuning, request)
         finally:  # also after Ctrl-C
             atomic_write(folder / RESULT_FILE, json.dumps(tuning.as_dict(), indent=2) + "\n")
-            for file in files if tuning.settings is not None else ():
-                atomic_write(file, json.dumps(tuning.settings, indent=2) + "\n")
+            if tuning.settings is not None:
+                for file in files:
+                    atomic_write(file, json.dumps(tuning.settings, indent=2) + "\n")
             if on_result is not None:
                 on_result(tuning)
     return tuning

@@ -202,17 +202,16 @@ class BackgroundCompiler:
         before = self._decoded.pop(kind, (0, 0.0))
         now = before[0] + tokens, before[1] + seconds
         pays = now[0] >= BACKGROUND_TOKENS and now[1] >= BACKGROUND_SECONDS
-        missing = missing_compiler() if pays else None
-        if not pays or (missing is None and not _tracing.acquire(blocking=False)):
+        if pays and (missing := missing_compiler()) is not None:
+            self._started.add(kind)
+            _warn_once(f"not compiled: {missing}")
+        elif pays and _tracing.acquire(blocking=False):  # released by _run
+            self._started.add(kind)
+            run = partial(self._run, compile_steps)
+            threading.Thread(target=run, name="compilation", daemon=True).start()
+        else:
             self._decoded[kind] = now
             _drop_first(self._decoded, MAX_SEEN)
-            return
-        self._started.add(kind)
-        if missing is not None:
-            _warn_once(f"not compiled: {missing}")
-            return
-        run = partial(self._run, compile_steps)
-        threading.Thread(target=run, name="compilation", daemon=True).start()
 
     @staticmethod
     def _run(compile_steps: Callable[[], None]) -> None:

@@ -75,7 +75,9 @@ class Execution:
         )
         # Details are read from the device after the tokens, when the next step has replaced them.
         details = any(decision.details is not None for decision in decisions)
-        self.overlaps = device.type == "cuda" and fixed and not details
+        # A rule that the host takes part in must not see rows that turn out to have ended.
+        reads = details or not state.verifies_on_device
+        self.overlaps = device.type == "cuda" and fixed and not reads
         captures = (
             self.options.capture
             and has_graphs(device)

@@ -194,12 +194,12 @@ def test_accuracy_under_the_filters_of_lm_evaluation_harness() -> None:
     found = harness_accuracy(questions, records)
     assert found == {"strict-match": 0.5, "flexible-extract": 1.0}
     row = make_row("exact", 1.0) | {"accuracy": 1.0, "harness": found}
-    assert tables_of([row])["accuracy by filter"] == (
+    assert tables_of([row])["accuracy by scoring"] == (
         ["eagle-fsd", "strict-match", "flexible-extract"],
         [["exact", "100.0%", "50.0%", "100.0%"]],
     )
     row["harness"] = {"strict-match": 1.0, "flexible-extract": 1.0}
-    assert "accuracy by filter" not in tables_of([row])
+    assert "accuracy by scoring" not in tables_of([row])
     assert harness_accuracy([Question(0, "c", ("?",))], records[:1]) is None
 
 

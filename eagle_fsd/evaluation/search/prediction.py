@@ -179,7 +179,7 @@ class LengthRecorder:
             self._known = {line["key"]: line["accepted"] for line in read_jsonl(path)}
 
     def record(self, tree: TreeConfig) -> list[list[int]]:
-        """Return the tokens that each target pass with a tree emits, for each of the methods."""
+        """Return how many tokens each target pass with a tree emits: a list per method."""
         key = _digest([self.digest, tree.model_dump()])
         if key not in self._known:
             pair = self.workload.pair()
