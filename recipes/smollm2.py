@@ -15,8 +15,7 @@ Every stage resumes from its files in ``--work``, or else from what is committed
 parts in ``smollm2_chats``, whose hashes are in ``parts.json``, and the heads in ``--out``, from
 whose weights training starts, without the state of the optimizer. ``--parts`` is the number of
 parts; existing ones are kept, and more of them need another ``--work``. ``--tiny`` runs every stage
-on a handful of chats, in ``runs/smollm2-tiny``. ``smollm2_calibration.tar.xz`` holds the answers
-that selected settings for the EAGLE-3 head, in a calibration that is still to be certified.
+on a handful of chats, in ``runs/smollm2-tiny``.
 """
 
 from __future__ import annotations
