@@ -75,7 +75,8 @@ def main() -> None:
         if options.only and variant not in options.only:
             continue
         folder = TrainingFolder(work / variant.replace(" ", "-"))
-        if not (folder.path / RECORD_FILE).exists():
+        found = (folder.path / RECORD_FILE).exists()  # since the first checkpoint
+        if not found or read_record(folder.path)["steps"] < options.steps:
             log.info("training: %s", variant)
             request = TrainRequest(data=data, out=folder.path, resume=folder.exists)
             with TrainingProgress() as on_metrics:

@@ -6,7 +6,6 @@ and :func:`score_prompt` computes the log-probabilities of a prompt's tokens.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -220,14 +219,14 @@ class ChatAnswer:
 
 def answer_stats(stats: DecodeStats) -> dict[str, Any]:
     """Return the statistics of an answer as JSON values."""
-    origins, speed = stats.origins[0], stats.tokens_per_second
+    origins = stats.origins[0]
     return {
         "tau": stats.tau,
         "steps": stats.steps,
         "fuzzy_tokens": origins["fuzzy"],
         "exact_tokens": origins["exact"],
         "target_tokens": origins["target"],
-        "tokens_per_second": speed if math.isfinite(speed) else 0.0,
+        "tokens_per_second": stats.tokens_per_second,
         "prefilled_tokens": stats.prefilled,
     }
 

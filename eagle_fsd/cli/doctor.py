@@ -119,10 +119,9 @@ def _training_texts(
 
 def _print(found: dict[str, Any]) -> None:
     """Print the JSON values of a diagnosis as text."""
-    tree, agreement = found["tree"], found["agreement"]
-    measured = "" if agreement is None else f", agreement {agreement:.1%}"
+    tree = found["tree"]
     out.print(
-        f"{found['drafter']}: tau {found['tau']:.2f}{measured} ({found['tokens']:,} tokens,"
+        f"{found['drafter']}: tau {found['tau']:.2f} ({found['tokens']:,} tokens,"
         f" exact greedy decoding, tree {tree['total_tokens']}/{tree['depth']}/{tree['top_k']})",
         soft_wrap=True,
     )

@@ -170,7 +170,8 @@ def emitted(inputs: VerificationInputs, tokens: Tensor, accepted: Tensor) -> Ver
     """Describe what an engine emitted, for :meth:`AcceptanceRule.advance`.
 
     ``tokens`` are ``[B, N]``, negative where there are none; ``accepted`` ``[B, N]`` marks nodes
-    that a rule accepted. In a sampled request, all of these count as fuzzy.
+    whose token the rule accepts, or whose probability it raises. In a sampled request, all of these
+    that were emitted count as fuzzy.
     """
     real = tokens >= 0
     steps = torch.arange(tokens.shape[1], device=tokens.device)

@@ -304,7 +304,7 @@ class PairAnswerer(Answerer[Method]):
         seed: int,
     ) -> Request:
         """Return the request to continue a prompt, ``[S]``."""
-        room, sampling = self.model.target.context_length - len(prompt), self.config.sampling(seed)
+        room, sampling = self.model.target.stable_length - len(prompt), self.config.sampling(seed)
         limit = min(room, self.config.max_new_tokens)
         if method.decoder == "hf":
             return Request(
@@ -320,13 +320,13 @@ class PairAnswerer(Answerer[Method]):
         )
 
     def _next_prompt(self, answer: Conversation) -> Tensor | None:
-        """Return the prompt of the next turn, ``[S]``, skipping those that fill the context.
+        """Ask the next turn, and return its prompt, ``[S]``; None after the last turn.
 
-        None after the last one.
+        Turns whose prompt leaves no room for an answer are recorded as errors.
         """
         while answer.ask():
             prompt = encode_prompt(answer.chat, self.model.tokenizer, self.chat_template)[0]
-            if len(prompt) < self.model.target.context_length:
+            if len(prompt) < self.model.target.stable_length:
                 return prompt
             answer.answer(Turn(error=f"the prompt's {len(prompt)} tokens fill the context"))
         return None

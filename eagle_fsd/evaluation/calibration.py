@@ -523,6 +523,8 @@ def check_folder(task: Task) -> None:
     }
     if decoding := config.model_dump(exclude=measure_names, exclude_defaults=True):
         plan["decoding"] = decoding
+    if task.request.grader is not None:
+        plan["grader"] = task.request.grader
     if config.measure != "accuracy":
         plan["measure"] = config.measured
     if selecting.measured != config.measured:
@@ -535,7 +537,7 @@ def check_folder(task: Task) -> None:
         raise ValueError(
             f"{folder} holds a calibration on other questions (or with another --count), with"
             " other settings to choose from, other options of decoding, another --compile,"
-            f" --measure or --select-regret: {OTHER_QUESTIONS}"
+            f" --grader, --measure or --select-regret: {OTHER_QUESTIONS}"
         )
 
 

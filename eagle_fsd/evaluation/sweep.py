@@ -74,8 +74,8 @@ def sweep(
     Arguments, exceptions and report are as in :func:`~eagle_fsd.evaluation.runner.evaluate`; with
     ``rules``, the acceptance rules from the literature are evaluated, too. With ``answer_batch``,
     that many questions are answered at once, and speeds are measured afterwards: at the batch size
-    of ``config``, on :data:`RACE_GROUPS` batches of questions. In the report, ``divergences``
-    summarizes the divergences at the nodes that exact decoding visits, ``omitted``
+    of ``config``, on the first turns of :data:`RACE_GROUPS` batches of questions. In the report,
+    ``divergences`` summarizes the divergences at the nodes that exact decoding visits, ``omitted``
     says what was not measured, and ``conclusions`` names the fastest settings.
     """
     config, grid = config or EvaluationConfig(), grid or GridConfig()
@@ -104,12 +104,11 @@ def sweep(
         prompts = Workload.of(exact.pair_for(model), probed, request, answered)
         report |= {"divergences": probe_divergences(prompts, grid.divergences), "omitted": omitted}
         if answer_batch is not None:
-            rows = {row["method"]: row for row in report["rows"]}
-            timed = [item for name, item in kept.items() if name in rows]
-            _, speeds = measure_speeds(workload, [plan.exact], timed, progress)
-            for name, row in rows.items():
-                row |= dict.fromkeys(SPEED_FIELDS) | speeds[name]
-            report["about"] |= {"batch": config.batch, "answer_batch": answer_batch}
+            _, speeds = measure_speeds(workload, [plan.exact], list(kept.values()), progress)
+            for row in report["rows"]:
+                row |= dict.fromkeys(SPEED_FIELDS) | speeds[row["method"]]
+            batches = {"batch": config.batch, "answer_batch": answer_batch}
+            report["about"] = {**report["about"], **batches}
         report["conclusions"] = conclusions(report)
         if omitted:
             report["tables"] = [(["not measured", "because"], list(map(list, omitted.items())))]

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
-from torch.utils._triton import has_triton
+from torch.utils._triton import has_triton, has_triton_package
 
 from eagle_fsd.model.description import Description
 from eagle_fsd.utils.text import one_line
@@ -163,10 +163,13 @@ def missing_compiler() -> str | None:
         get_cpp_compiler()
     except InvalidCxxCompiler:
         return "torch.compile needs a C++ compiler: install g++, or set CXX to another one"
-    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+    has_headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+    if not has_headers and sys.platform != "darwin":  # there, torch also searches the framework
         return "torch.compile needs Python's headers: install python3-dev, or its equivalent"
     if torch.cuda.is_available() and not has_triton():
-        return "torch.compile needs Triton on CUDA: pip install triton"
+        if not has_triton_package():
+            return "torch.compile needs Triton on CUDA: pip install triton"
+        return "torch.compile needs a GPU of compute capability 7.0 or later on CUDA"
     return None
 
 

@@ -107,9 +107,9 @@ class _Walk:
             if name in unread:
                 continue
             if type(item) in PLAIN:
-                # A pass in another thread may have changed it meanwhile, see folded_queries.
+                # Passes in other threads replace "sdpa" for their duration, see folded_queries.
                 found += name, "sdpa" if item == TREE_ATTENTION else item
-            elif not isinstance(item, dict) or item:
+            elif not isinstance(item, dict) or item:  # modules have many empty dictionaries
                 found.append(name)
                 self.add(item)
 

@@ -68,8 +68,10 @@ def _find_gguf(name: str, token: str | None) -> Path | None:
     if path.suffix.lower() == ".gguf":
         if path.is_file():
             return path
-        parent = path.parent.as_posix()
-        found = None if path.is_absolute() or parent.count("/") != 1 else path.name
+        parts = path.parts  # of a Hub repository: owner/repository/[folders/]file.gguf
+        if path.is_absolute() or len(parts) < 3 or parts[0] == "..":
+            raise FileNotFoundError(f"there is no file {name}")
+        parent, file_name = "/".join(parts[:2]), "/".join(parts[2:])
     elif find_file(name, CONFIG_NAME, token) is not None:
         return None
     else:
@@ -79,8 +81,8 @@ def _find_gguf(name: str, token: str | None) -> Path | None:
             return None
         if len(files) > 1:
             raise ValueError(f"it holds several GGUF files: name one, such as {name}/{files[0]}")
-        parent, found = name, files[0]
-    file = found and find_file(parent, found, token)
+        parent, file_name = name, files[0]
+    file = find_file(parent, file_name, token)
     if file is None:
         raise FileNotFoundError(f"there is no file {name}")
     return Path(file)

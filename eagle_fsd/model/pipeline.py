@@ -106,16 +106,17 @@ class EagleFSD:
     ) -> None:
         self.model = unwrap_model(model).eval()
         self.target = Target(self.model)
-        self.drafter = (drafter or NoDrafter()).attach(self.target)
+        self.drafter = (NoDrafter() if drafter is None else drafter).attach(self.target)
         if self.drafter.network is not None:
             self.drafter.network.eval()
-        self.tree = tree or TreeConfig.for_device(self.target.device.type)  # sets exact_tree too
+        # The setter also sets exact_tree, batch_trees and has_default_tree.
+        self.tree = tree or TreeConfig.for_device(self.target.device.type)
         self.has_default_tree = tree is None
         self.acceptance = acceptance or AcceptanceConfig()
         self._certified: tuple[AcceptanceConfig, TreeConfig, Certificate] | None = None
         self.compile = False
         self._background = BackgroundCompiler()
-        self._unseeded = iter(range(1, 2**62))  # itertools.count cannot be copied any more
+        self._unseeded = iter(range(1, 2**62))  # Python 3.14 cannot copy itertools.count
         self.capture = True
         self._pool = EnginePool()
         self._name: str | None = None

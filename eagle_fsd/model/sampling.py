@@ -138,7 +138,11 @@ class Sampler:
         random: RandomNumbers | None = None,
         prefixes: Sequence[Prefix] = (),
     ) -> VerificationInputs:
-        """Process the target's logits ``[B, N, V]`` and sample."""
+        """Process the target's logits ``[B, N, V]`` and sample.
+
+        Temperatures above 0 require ``random``, and processors that read previous tokens a prefix
+        for each row.
+        """
         raw = processed = Distributions.of(logits)
         faults = None if self.on_device else torch.zeros_like(tree.tokens)
         if self.processors and faults is not None:
@@ -162,7 +166,7 @@ class Sampler:
         assert random is not None
         keys = random.node_keys(tree)
         warped, sampled = self._warp(processed.logits, uniform(keys, Purpose.TARGET), faults)
-        # There can be more expanded nodes than tree nodes: warp them only where needed.
+        # The draft can have more nodes than the tree: warp its distributions only if needed.
         draft: Distributions | None = None
         if (self.warp_draft or tree.sampled) and expanded:
             points = uniform(tree.to_expanded(keys), Purpose.DRAFT)

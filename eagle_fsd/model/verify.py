@@ -227,7 +227,8 @@ class AcceptanceRule:
         """Choose the token that is exact below each node and ends a path there; by default ``s``.
 
         ``inputs`` are the tree and both models' distributions on it, the result is ``[B, N]`` token
-        ids.
+        ids. Where there is no draft, it must be ``s``: steps whose trees are their roots do not
+        call this.
         """
         return inputs.sampled
 

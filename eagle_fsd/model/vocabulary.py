@@ -146,7 +146,7 @@ def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     blocks = _in_blocks(values)
     count, size = blocks.shape[-2:]
-    if values.shape[-1] <= SMALL_VOCABULARY or 4 * k > count:
+    if values.shape[-1] <= SMALL_VOCABULARY or 4 * k > count or size == 1:
         found = values.max(-1, keepdim=True) if k == 1 else values.topk(k)
         return found.values, found.indices
     block = blocks.amax(-1).topk(k).indices  # [..., k]

@@ -1,4 +1,4 @@
-"""Write and read ``training.json``, the record of a finished training."""
+"""Write and read ``training.json``, the record of a training up to its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def write_record(
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Read the record of a finished training."""
+    """Read the record of a training."""
     record: dict[str, Any] = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
     return record

@@ -15,7 +15,6 @@ from typing import Any
 
 from accelerate import PartialState
 
-from eagle_fsd.model.config import SamplingConfig
 from eagle_fsd.train.chat_file import Chat, ChatFile, is_answer
 from eagle_fsd.train.config import RegenerateConfig, RegenerateRequest, RegenerateServer
 from eagle_fsd.train.loaded_target import (
@@ -96,8 +95,7 @@ class Rewriting:
         self, chats: ChatFile, config: RegenerateConfig, template: ChatTemplate | None
     ) -> None:
         self.chats, self.config, self.template = chats, config, template
-        own = config.model_dump(include=set(SamplingConfig.model_fields))
-        self.sampling = SamplingConfig.from_dict(own)
+        self.sampling = config.sampling
         self.rejections: list[str] = []
 
     def write(self, index: int) -> Writing:

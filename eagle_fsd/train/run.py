@@ -135,8 +135,8 @@ def train(
             )
 
     def save(trained: DraftHead) -> None:
-        dtype = None if target.dtype == torch.float32 else target.dtype
-        save_trained(trained, folder.path, dtype, binary=request.binary)
+        """Write the head with its record and card; called at checkpoints and at the end."""
+        save_trained(trained, folder.path, target.dtype, binary=request.binary)
         write_record(
             folder.path,
             config.model_dump(),

@@ -19,7 +19,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.bundled import BUNDLED_TARGET
-from eagle_fsd.model.config import SamplingConfig
 from eagle_fsd.model.loading import load_tokenizer
 from eagle_fsd.train.chat_file import Chat, ChatFile
 from eagle_fsd.train.config import RegenerateServer, SynthesizeConfig, SynthesizeRequest
@@ -151,8 +150,7 @@ class Plan:
         self, config: SynthesizeConfig, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate
     ) -> None:
         self.config, self.tokenizer, self.template = config, tokenizer, template
-        own = config.model_dump(include=set(SamplingConfig.model_fields))
-        self.sampling = SamplingConfig.from_dict(own)
+        self.sampling = config.sampling
 
     def opening(self, index: int) -> Chat:
         """Return the messages that a chat begins with."""

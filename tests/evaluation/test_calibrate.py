@@ -353,9 +353,9 @@ def test_a_folder_holds_one_calibration(tmp_path: Path) -> None:
         chosen: Sequence[Method] = names,
         config: CalibrationConfig = CONFIG,
         selecting: CalibrationConfig | None = None,
-        compiled: bool = False,
+        **options: Any,
     ) -> None:
-        request = EvaluationRequest(out=folder, compile=compiled)
+        request = EvaluationRequest(out=folder, **options)
         used, fresh = split_questions(asked[:count])
         model: Any = None
         check_folder(
@@ -378,12 +378,17 @@ def test_a_folder_holds_one_calibration(tmp_path: Path) -> None:
     (folder / "trees.json").touch()
     check(20)
     words = r"another --count.* output folder, and with --skip or --seed other questions"
-    for count, chosen, compiled in ((40, names, False), (20, names[:1], False), (20, names, True)):
+    for arguments, options in (
+        ((40, names), {}),
+        ((20, names[:1]), {}),
+        ((20, names), {"compile": True}),
+        ((20, names), {"grader": "number"}),
+    ):
         with pytest.raises(ValueError, match=words):
-            check(count, chosen, compiled=compiled)
+            check(*arguments, **options)
     agreement = CONFIG.updated(measure="agreement")
     for config in (agreement, CONFIG):
-        with pytest.raises(ValueError, match="another --compile, --measure or --select-regret"):
+        with pytest.raises(ValueError, match="another --compile, --grader, --measure or --sel"):
             check(20, config=config, selecting=agreement)
     for changes in ({"batch": 4}, {"temperature": 1.0}, {"answer_batch": 32}):
         with pytest.raises(ValueError, match="other options of decoding"):

@@ -19,6 +19,7 @@ from published import SHARED
 from transformers import PreTrainedModel
 
 from eagle_fsd import EagleFSD
+from eagle_fsd.model import gguf
 from eagle_fsd.model.loading import LoadError, load_embeddings, load_target, load_tokenizer
 
 CHAT = [{"role": "user", "content": "hello the 😀"}]
@@ -144,6 +145,21 @@ def test_missing_files_and_packages_are_reported(
         with pytest.raises(LoadError, match=message) as error:
             load_target(name)
         assert one_line(error)
+
+
+def test_a_file_in_a_folder_of_a_repository_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def find(*names: str | None) -> str:
+        asked.append(names)
+        return str(tmp_path / "a.gguf")
+
+    monkeypatch.setattr(gguf, "find_file", find)
+    monkeypatch.setattr(gguf, "converted_copy", lambda file: file)
+    assert gguf.locate_model("owner/repo/BF16/a.gguf") == str(tmp_path / "a.gguf")
+    assert asked == [("owner/repo", "BF16/a.gguf", None)]
 
 
 def test_llama_3_rope_is_read(tmp_path: Path) -> None:

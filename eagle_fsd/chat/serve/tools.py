@@ -56,11 +56,12 @@ class NamedTool(Body):
 
 
 def _check_choice(value: Any) -> Any:
+    """Give one message for any invalid value; a union has an error for each of its types."""
     if value in ("none", "auto", "required"):
         return value
     try:
         return NamedTool.model_validate(value)
-    except ValidationError:  # its first error would be that of the other type
+    except ValidationError:
         raise ValueError("must be none, auto, required, or a function with a name") from None
 
 

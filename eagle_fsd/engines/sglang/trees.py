@@ -68,12 +68,11 @@ class RequestSampling:
         ranks = torch.arange(logits.shape[-1], device=logits.device)
         ordered = ordered.masked_fill(ranks >= self.top_k[:, None, None], -torch.inf)
         weights = ordered.softmax(-1)
-        likelier = weights.cumsum(-1) - weights
-        beyond = (likelier >= self.top_p[:, None, None]) & (ranks > 0)
+        likelier, top_p = weights.cumsum(-1) - weights, self.top_p[:, None, None]
+        # Rounded sums can reach 1.
+        beyond = (likelier >= top_p) & (top_p < 1.0) & (ranks > 0)
         ordered = ordered.masked_fill(beyond, -torch.inf)
-        return torch.where(
-            self.greedy[:, None, None], logits, ordered.gather(-1, order.argsort(-1))
-        )
+        return torch.where(self.greedy[:, None, None], logits, scaled.scatter(-1, order, ordered))
 
     @property
     def greedy(self) -> Tensor:

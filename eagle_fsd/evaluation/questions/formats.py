@@ -280,7 +280,7 @@ def _multi_turn(row: dict[str, Any], _: int) -> Question:
     turns = row["turns"]
     fits = _is_list(turns, str) and turns and all(map(str.strip, turns))
     _require(fits, '"turns" must be a non-empty list of non-blank strings')
-    # MT-bench has a reference per turn; Spec-Bench has a list of references in some rows.
+    # MT-bench has a reference for each turn, Spec-Bench also lists of alternatives: take the first.
     reference = row.get("reference")
     while isinstance(reference, list):
         reference = reference[0] if reference else None

@@ -161,7 +161,13 @@ def requested_questions(
     questions = find_questions(name, count, seed=seed, progress=progress, grader=grader)
     if any(question.scored_by == "instructions" for question in questions):
         ifeval.load_checkers()
-    suitable = [item for item in questions if len(item.turns) == 1 and _solution(item)]
+    suitable = [
+        item
+        for item in questions
+        if len(item.turns) == 1
+        and _solution(item)
+        and all(role == "system" for role, _ in item.context)
+    ]
     examples = suitable[:shots]
     shown = {item.question_id for item in examples}
     rest = [item for item in questions if item.question_id not in shown]

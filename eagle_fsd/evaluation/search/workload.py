@@ -17,6 +17,7 @@ from eagle_fsd.evaluation.processes import from_first
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import interleaved
 from eagle_fsd.model.pipeline import Completion, EagleFSD
+from eagle_fsd.model.request import Prompt
 from eagle_fsd.utils.chat_templates import encode_prompt
 
 
@@ -49,7 +50,7 @@ class Workload:
             encode_prompt(question.first_chat(), model.tokenizer, template)[0]
             for question in interleaved(questions)
         ]
-        room = model.target.context_length
+        room = model.target.stable_length
         prompts = [prompt for prompt in encoded if len(prompt) < room]
         if not prompts:
             raise ValueError(f"every prompt fills the target's context of {room} tokens")
@@ -72,10 +73,10 @@ class Workload:
         self, pair: EagleFSD, prompts: Sequence[Tensor], seed: int, **options: Any
     ) -> list[Completion]:
         """Answer prompts with the options of this workload and others of ``generate_many``."""
+        room, limit = pair.target.stable_length, self.config.max_new_tokens
+        limited = [Prompt(ids, max_new_tokens=min(limit, room - len(ids))) for ids in prompts]
         sampling = self.config.sampling(seed)
-        answers = pair.generate_many(
-            prompts, self.config.max_new_tokens, sampling=sampling, **self.ends, **options
-        )
+        answers = pair.generate_many(limited, sampling=sampling, **self.ends, **options)
         return sorted(answers, key=lambda answer: answer.index)
 
     def decode(
