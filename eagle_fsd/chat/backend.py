@@ -264,9 +264,9 @@ class LocalBackend:
     @torch.inference_mode()
     def _embed(self, ids: list[int], _cancelled: Callable[[], bool]) -> list[float]:
         """Embed the tokens of a text; see :meth:`embed`."""
-        base = self.model.model.base_model
-        inputs = torch.tensor([ids], device=base.device)
-        mean = base(input_ids=inputs, use_cache=False).last_hidden_state[0].float().mean(0)
+        target = self.model.target
+        inputs = torch.tensor([ids], device=target.device)
+        mean = target.body(input_ids=inputs, use_cache=False).last_hidden_state[0].float().mean(0)
         vector: list[float] = torch.nn.functional.normalize(mean, dim=0).cpu().tolist()
         return vector
 

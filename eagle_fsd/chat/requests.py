@@ -243,7 +243,7 @@ def read_request(
     if not ids.shape[1]:
         raise RequestError("the prompt has no tokens", RequestError.INVALID, "prompt")
     if strict and parsed.truncation == "disabled":
-        _check_room(ids.shape[1], max_new_tokens, model.target.context_length)
+        _check_room(ids.shape[1], max_new_tokens, model.target.stable_length)
     if parsed.echo and parsed.logprobs is not None:
         _check_prompt_logprobs(ids.shape[1] * (1 + parsed.logprobs))
     ends = sorted({*model.eos_token_ids, *template_ends})
@@ -372,7 +372,7 @@ def _encode_raw(params: RequestParams, model: EagleFSD) -> tuple[list[int], list
     The texts of a string add up to it; those of token ids leave out special tokens. Raises
     ContextLengthError if no room is left for the first new token.
     """
-    context, prompt = model.target.context_length, params.prompt
+    context, prompt = model.target.stable_length, params.prompt
     offsets: list[tuple[int, int]] = []
     if prompt is None:
         ids = params.prompt_token_ids or []
@@ -389,7 +389,6 @@ def _encode_raw(params: RequestParams, model: EagleFSD) -> tuple[list[int], list
         raise ContextLengthError(
             f"the prompt's {len(ids)} tokens fill the context of {context} tokens"
         )
-    model.target.check_length(length)
     if not params.echo:
         return ids, []
     if prompt is None:

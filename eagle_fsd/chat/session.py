@@ -57,7 +57,7 @@ def fit_chat(
     """
     system = [message for message in chat if message["role"] == "system"]
     turns = [message for message in chat if message["role"] != "system"]
-    context = model.target.context_length
+    context = model.target.stable_length
     room = context - (min(MIN_ANSWER_TOKENS, context // 4) if drop else 1)
     cuts = [0, *(at for at in range(1, len(turns)) if drop and turns[at]["role"] == "user")]
     encoded: dict[int, Tensor] = {}
@@ -116,10 +116,11 @@ class ChatAnswer:
     """
 
     def __init__(self, model: EagleFSD, request: AnswerRequest) -> None:
-        if request.ids.shape[1] >= model.target.context_length:
+        context = model.target.stable_length
+        self._room = context - request.ids.shape[1]
+        if self._room <= 0:
             raise ContextLengthError(
-                f"the prompt's {request.ids.shape[1]} tokens fill the context of"
-                f" {model.target.context_length} tokens"
+                f"the prompt's {request.ids.shape[1]} tokens fill the context of {context} tokens"
             )
         self._model, self._request = model, request
         self._end_tokens = {*request.stop_token_ids}
@@ -207,7 +208,7 @@ class ChatAnswer:
         sampling = options.model_dump(include=set(SamplingConfig.model_fields))
         sampling["top_k"] = min(options.top_k, target.vocab_size)
         return {
-            "max_new_tokens": options.max_new_tokens,
+            "max_new_tokens": min(options.max_new_tokens, self._room),
             "sampling": SamplingConfig.from_dict(sampling),
             "acceptance": request.acceptance,
             "method": request.method,

@@ -253,7 +253,8 @@ class ServerSession(TerminalSession):
                 yield {"text": text, "pieces": [piece], "finish_reason": None}
         except ValueError as error:
             self.note(str(error))
-        self.seconds = time.perf_counter() - begin
+        finally:  # also if Ctrl-C ends the answer
+            self.seconds = time.perf_counter() - begin
         yield {"text": text, "pieces": [], "finish_reason": "stop"}
 
     def _parameters(self) -> dict[str, Any]:
@@ -318,7 +319,10 @@ class _CommandInput:
             elif message is None and command not in FASTCHAT_COMMANDS:
                 message = f"unknown command {command} (see !!help)"
             if message is None:
-                message = _file_error(command, argument.strip())
+                try:
+                    message = _file_error(command, argument.strip())
+                except OSError as error:  # a folder that may not be searched, or a long name
+                    message = f"cannot use {argument.strip()}: {error.strerror}"
             if message is None:
                 return line
             self.session.note(message)
@@ -481,7 +485,8 @@ def _file_error(command: str, name: str) -> str | None:
     """Return why FastChat's loop would crash on ``!!save`` or ``!!load``; None if it would not."""
     if command == "!!save" and name:
         file = Path(name if "." in name else name + ".json")  # as FastChat names it
-        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        target = file if file.exists() else file.parent
+        if name.endswith("/") or file.is_dir() or not os.access(target, os.W_OK):
             return f"cannot write to {name}"
     if command == "!!load" and name:
         candidates = (Path(name), Path(name + ".json"))

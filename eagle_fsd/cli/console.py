@@ -16,8 +16,8 @@ from eagle_fsd.utils.text import one_line
 out = Console(highlight=False, markup=False)
 err = Console(stderr=True, highlight=False, markup=False)
 
-#: Minimum width of tables, even on narrower terminals.
-MIN_TABLE_WIDTH = 100
+#: Maximum width of a table; terminals wrap its lines.
+MAX_TABLE_WIDTH = 10_000
 
 
 def fail(message: str | BaseException, status: int) -> NoReturn:
@@ -42,8 +42,7 @@ def print_table(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
         table.add_column(header, justify="right" if column else "left", no_wrap=True)
     for row in cells:
         table.add_row(*row)
-    width = max(out.width, MIN_TABLE_WIDTH)
-    Console(width=width, highlight=False, markup=False).print(table)
+    Console(width=MAX_TABLE_WIDTH, highlight=False, markup=False).print(table)
 
 
 def print_report(report: dict[str, Any], where: Path | None, as_json: bool) -> None:

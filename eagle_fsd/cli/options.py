@@ -74,9 +74,9 @@ def given_settings(file: Path | None, tree: TreeConfig, acceptance: AcceptanceCo
     """
     found = read_settings(file) if file is not None else Settings()
     shape = {name: getattr(tree, name) for name in tree.model_fields_set}
-    # A tree given on the command line is also that of lossless decoding. The certificate is that of
-    # the file's own options.
-    excluded = {"exact"} if shape else set()
+    # A tree given on the command line is also that of lossless decoding and of several prompts. The
+    # certificate is that of the file's own options.
+    excluded = {"exact", "batch"} if shape else set()
     if shape or acceptance.given():
         excluded.add("certificate")
     return Settings.from_dict(

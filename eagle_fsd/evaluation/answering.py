@@ -403,7 +403,7 @@ def answer_log_probs(target: Target, prompt: Tensor, answer: Tensor) -> tuple[Te
     Their difference is the *regret* of a token.
     """
     ids = torch.cat([prompt.to(target.device), answer.to(target.device)])
-    output = target.model.base_model(input_ids=ids[None], use_cache=False)
+    output = target.body(input_ids=ids[None], use_cache=False)
     features = output.last_hidden_state[0, len(prompt) - 1 : -1].to(target.device)
     own, best = [], []
     chunks = zip(features.split(LIKELIHOOD_CHUNK), answer.split(LIKELIHOOD_CHUNK), strict=True)

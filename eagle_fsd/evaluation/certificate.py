@@ -101,9 +101,9 @@ def split_questions(questions: Sequence[Question]) -> tuple[list[Question], list
 
 
 def without_repeated(questions: Sequence[Question], used: Sequence[Question]) -> list[Question]:
-    """Leave out questions with the messages of one that was used."""
-    known = {(question.context, question.turns) for question in used}
-    return [item for item in questions if (item.context, item.turns) not in known]
+    """Leave out questions that ask what one that was used asks, whatever precedes it."""
+    known = {question.turns for question in used}
+    return [item for item in questions if item.turns not in known]
 
 
 def count_unscored_as_wrong(question: Question) -> Question:

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from eagle_fsd.bundled import BUNDLED_TARGET
+from eagle_fsd.evaluation.answering import answer_seed
 from eagle_fsd.model.config import (
     AcceptanceConfig,
     PairOptions,
@@ -54,6 +55,10 @@ HARNESS_OPTIONS = (
 log = logging.getLogger(f"lm_eval.models.{NAME}")  # the harness prints messages of its loggers
 
 
+#: Special tokens that an answer may have in or after a stop string.
+MAX_SPECIAL_TOKENS = 8
+
+
 class StopAtStrings(StoppingCriteria):
     """End an answer at a string that, unlike with ``StopStringCriteria``, begins in the answer."""
 
@@ -61,12 +66,13 @@ class StopAtStrings(StoppingCriteria):
         self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], prompt_length: int
     ) -> None:
         self.tokenizer, self.strings, self.prompt_length = tokenizer, strings, prompt_length
+        # Tokens that can hold a string: each has at least a byte, unless it is a special token.
+        self.window = max(len(item.encode()) for item in strings) + MAX_SPECIAL_TOKENS
 
     def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs: Any) -> Tensor:
         """Return whether each row of ``input_ids``, ``[B, S]``, has ended: ``[B]`` bool."""
-        texts = self.tokenizer.batch_decode(
-            input_ids[:, self.prompt_length :], skip_special_tokens=True
-        )
+        answers = input_ids[:, self.prompt_length :]
+        texts = self.tokenizer.batch_decode(answers[:, -self.window :], skip_special_tokens=True)
         ended = [any(item in text for item in self.strings) for text in texts]
         return torch.tensor(ended, device=input_ids.device)
 
@@ -141,7 +147,7 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
         Generation arguments are ``until``, ``max_gen_toks``, ``do_sample``, fields of
         :class:`SamplingConfig`, and ``fsd``, a dictionary of acceptance options.
         """
-        found = [self._prompt(*request.args) for request in requests]
+        found = [self._prompt(index, *request.args) for index, request in enumerate(requests)]
         answers = [""] * len(requests)
         disabled = disable_tqdm or self.rank != 0
         begin = time.perf_counter()
@@ -162,8 +168,13 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
         )
         return answers
 
-    def _prompt(self, context: str, arguments: dict[str, Any]) -> tuple[Prompt, list[str]]:
-        """Return a prompt with its options, and the strings before which its answer is cut."""
+    def _prompt(
+        self, index: int, context: str, arguments: dict[str, Any]
+    ) -> tuple[Prompt, list[str]]:
+        """Return a prompt with its options, and the strings before which its answer is cut.
+
+        ``index`` is that of the request: repeated requests with one seed are different samples.
+        """
         pair, template = self.pair, self._template
         options = dict(normalize_gen_kwargs(arguments, self.max_gen_toks))
         limit, stop = int(options.pop("max_gen_toks")), set(options.pop("until", []))
@@ -183,11 +194,14 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
         (ids,), _ = self.tok_batch_encode(
             [context], left_truncate_len=self.max_length - limit, truncation=self.truncation
         )
+        sampling = _sampling(options)
+        if sampling.seed is not None:
+            sampling = sampling.updated(seed=answer_seed(sampling.seed, index, 0, 0))
         criteria = [StopAtStrings(pair.tokenizer, strings, len(ids))] if strings else []
         prompt = Prompt(
             ids,
             max_new_tokens=limit,
-            sampling=_sampling(options),
+            sampling=sampling,
             acceptance=acceptance,
             eos_token_id=eos,
             stopping_criteria=criteria,

@@ -292,7 +292,7 @@ def _check_map(head: Eagle3Head, d2t: Tensor | None, t2d: Tensor | None) -> None
             raise ValueError(f"{T2D} lacks tokens, but the head has the target's {size} tokens")
         return
     assert d2t is not None
-    token_ids = d2t + torch.arange(len(d2t))
+    token_ids = d2t + torch.arange(len(d2t), device=d2t.device)
     head.set_token_ids(token_ids)
     if t2d is None:
         return

@@ -63,7 +63,7 @@ class _RowTensors(NamedTuple):
         roots, lengths, keys = (
             torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3)
         )
-        states = [torch.zeros(rows, width, device=device) for _ in range(2)]
+        states = [torch.zeros(rows, width, dtype=torch.float32, device=device) for _ in range(2)]
         return cls(roots, lengths, rule_state=states[0], keys=keys, read_state=states[1])
 
 

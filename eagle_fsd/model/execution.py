@@ -69,7 +69,9 @@ class Execution:
         device = self.target.device
         # Caches cannot be allocated in compiled passes.
         self.compiles = len(state.roots) == self.compiled_rows and state.cache.nbytes > 0
-        state.compile_divergences = self.compiled_rows > 0 and self.background is None
+        # In a step that is compiled as a whole, background compilation must trace what will run.
+        whole = self.compiles and state.verifies_on_device
+        state.compile_divergences = self.compiled_rows > 0 and self.background is None and not whole
         fixed = not state.draft.waits and not any(
             decision.sampler.needs_prefix for decision in decisions
         )
@@ -84,6 +86,8 @@ class Execution:
             and fixed
             and state.verifies_on_device
             and self.target.one_device
+            # Its cache of converted weights, which a graph would read, is freed when it ends.
+            and not torch.is_autocast_enabled(device.type)
         )
         self._captured = decisions[0] if captures else None
 

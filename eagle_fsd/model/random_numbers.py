@@ -82,7 +82,7 @@ def uniform(keys: Tensor, purpose: Purpose) -> Tensor:
 def seed_keys(seed: int, rows: int) -> Tensor:
     """Return ``[B]`` keys of answers without tokens, which do not depend on the number of rows."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
+    return torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator, device="cpu")
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:

@@ -128,7 +128,7 @@ def _run_passes(target: Target, groups: int) -> tuple[float, list[Tensor], list[
     device, generator = target.device, torch.Generator().manual_seed(0)
     size = min(target.vocab_size, target.embed.weight.shape[0])
     shape = (len(PREFIXES), max(PREFIXES) + len(PARENTS))
-    ids = torch.randint(size, shape, generator=generator).to(device)
+    ids = torch.randint(size, shape, generator=generator, device="cpu").to(device)
     prefixes, nodes = ids.split([max(PREFIXES), len(PARENTS)], 1)
     parents = torch.tensor([PARENTS] * len(PREFIXES), device=device)
     tree = DraftTree(

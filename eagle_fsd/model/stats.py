@@ -107,7 +107,8 @@ class DecodeStats:
         """
         spent = sum(value for phase, value in self.seconds.items() if phase != "prefill")
         target = self.seconds.get("target", 0.0)
-        return target > 0.0 and self.seconds.get("draft", 0.0) > 0.0 and spent > self.tau * target
+        apart = self.seconds.get("draft", 0.0) > 0.0 and not self.seconds.get("graph")
+        return target > 0.0 and apart and spent > self.tau * target
 
     def as_dict(self) -> dict[str, Any]:
         """Return the statistics as JSON-serializable values."""

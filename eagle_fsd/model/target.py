@@ -90,7 +90,7 @@ class Target:
                 f" it has layers of type {', '.join(others)}"
             )
         # A few families do not name their body; the base model is then the model itself.
-        self._body: Any = model.base_model if model.base_model is not model else model.model
+        self.body: Any = model.base_model if model.base_model is not model else model.model
         # Looking up a field of a configuration takes longer than multiplying by it.
         self._logit_scale = getattr(self.config, "logit_scale", None)
         self._logit_divisor = getattr(self.config, "logits_scaling", None)
@@ -215,7 +215,7 @@ class Target:
         """
         masks = self._masks(mask, positions, keys, len(ids))
         with self.recording(states) as recorded:
-            output = self._body(
+            output = self.body(
                 input_ids=ids,
                 attention_mask=masks,
                 position_ids=positions.clamp_max(self.stable_length - 1).expand_as(ids),
@@ -259,7 +259,7 @@ class Target:
         positions = positions.clamp_max(self.stable_length - 1)
         autocast = torch.is_autocast_enabled(self.device.type)
         if groups and groups == self._plain_groups and isinstance(masks, Tensor) and not autocast:
-            hidden = run_layers(self._body, tree.tokens, positions, mask=masks, cache=cache)
+            hidden = run_layers(self.body, tree.tokens, positions, mask=masks, cache=cache)
             recorded = {**dict(enumerate(hidden)), LAST: hidden[-1]}
             return TargetPass(self.project(hidden[-1]), self._features(recorded, states))
         with self.recording(states) as recorded:

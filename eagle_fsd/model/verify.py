@@ -181,7 +181,8 @@ class AcceptanceRule:
     Attributes:
         needs_uniform: Whether the rule reads :attr:`VerificationInputs.uniform`.
         needs_drawn: Whether it reads :attr:`VerificationInputs.drawn` at temperatures above 0.
-        capturable: Whether it consists of tensor operations that never wait for the device.
+        capturable: Whether it consists of tensor operations that never wait for the device. Its
+            attributes must then not change after the first step, which CUDA graphs repeat.
     """
 
     needs_uniform = False
@@ -213,7 +214,8 @@ class AcceptanceRule:
 
         ``prompts`` are ``[S]`` token ids of each row, on the device of the state.
         """
-        return torch.zeros(len(prompts), self.state_size, device=prompts[0].device)
+        shape, device = (len(prompts), self.state_size), prompts[0].device
+        return torch.zeros(shape, dtype=torch.float32, device=device)
 
     def advance(self, inputs: VerificationInputs, kept: Verification) -> Tensor:
         """Return the ``[B, W]`` state after a step; by default unchanged.

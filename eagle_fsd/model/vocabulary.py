@@ -195,7 +195,7 @@ def top_p_radius(below: Tensor, weights: Tensor, top_p: float) -> Tensor:
     # Bin 0 holds likelier tokens than the interval. Less likely ones, which are most, are spread
     # over the bins from the last on: additions to a single one would wait for each other.
     spare = _block_size(size)
-    last = torch.arange(bins + 1.0, bins + 1.0 + spare, device=below.device)
+    last = torch.arange(bins + 1, bins + 1 + spare, dtype=torch.float32, device=below.device)
     for _ in range(RESOLUTION_BITS // bits):
         first = 1.0 - start * (bins / width)
         place = torch.add(first, below, alpha=-bins / width)
@@ -206,7 +206,7 @@ def top_p_radius(below: Tensor, weights: Tensor, top_p: float) -> Tensor:
         if goal is None:
             goal = ends[:, -1:].double() * top_p
         width /= bins
-        start = start + width * ((ends < goal).sum(1, keepdim=True) - 1)
+        start = start + width * ((ends < goal).sum(1, keepdim=True) - 1).clamp_min(0)
     # One part more than needed, because the edges are rounded.
     return start[:, 0] + 2.0 * width
 

@@ -106,6 +106,8 @@ def _find_rewritten_turn(
     may contain a short answer, so the search begins after it, if the turn has the usual one.
     """
     content = chat[index]["content"].strip()
+    if content not in text:  # templates drop the reasoning of earlier answers, some of all
+        content = content.rpartition("</think>")[2].strip()
     begin = _common_length(text, chat_template.render(chat[:index]))
     prompt = chat_template.render(chat[:index], add_generation_prompt=True)
     limit = len(text)

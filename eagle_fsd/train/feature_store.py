@@ -105,22 +105,24 @@ class FeatureStore(Dataset[Example]):
         number, start, tokens, truncated = self._locations[max(index, 0)]
         shard = self._open_shard(number)
         tokens = 2 if index == FILLER else tokens
-        rows = slice(start, start + tokens)
+        rows, features = slice(start, start + tokens), None
+        if self._states:
+            stored = shard.get_slice("features")[rows]
+            states = stored.unflatten(-1, (len(self.fingerprint["states"]), -1))
+            features = states[:, self._states].flatten(1)
         mask = shard.get_slice("spoken")[rows].bool()
         return Example(
             index,
             ids=shard.get_slice("ids")[rows].tolist(),
             assistant_mask=[False] * tokens if index == FILLER else mask.tolist(),
             truncated=truncated and index != FILLER,
-            features=shard.get_slice("features")[rows]
-            .unflatten(-1, (len(self.fingerprint["states"]), -1))[:, self._states]
-            .flatten(1),
+            features=features,
             # Absent in stores of earlier versions.
             best=shard.get_slice("best")[rows] if "best" in set(shard.keys()) else None,
         )
 
     def select(self, states: Sequence[int]) -> None:
-        """Read only these hidden states; raises ValueError unless all of them are stored."""
+        """Read only these hidden states, or none; raises ValueError if one is not stored."""
         stored = self.fingerprint["states"]
         if missing := set(states) - set(stored):
             raise ValueError(

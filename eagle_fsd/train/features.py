@@ -24,11 +24,10 @@ def compute_features(target: Target, ids: Tensor, states: Sequence[int] = (LAST,
     The target's parts may be spread over devices or offloaded, as Hugging Face's hooks move the
     inputs. The result is on the target's device, unless the output projection is offloaded.
     """
-    model = target.model.base_model
     if not target.embed.weight.is_meta:
         ids = ids.to(target.embed.weight.device)
     with target.recording(states) as recorded:
-        last: Tensor = model(input_ids=ids, use_cache=False).last_hidden_state
+        last: Tensor = target.body(input_ids=ids, use_cache=False).last_hidden_state
     recorded[LAST] = last
     device = last.device if target.lm_head.weight.is_meta else target.device
     return torch.cat([recorded[state].to(device) for state in states], -1)

@@ -123,7 +123,8 @@ def train(
         )
     with accelerator.main_process_first():
         if is_main:
-            folder.prepare(config, fingerprint, request.overwrite)
+            processes = {"processes": accelerator.num_processes}
+            folder.prepare(config, {**fingerprint, **processes}, request.overwrite)
     accelerator.init_trackers("tensorboard")
     records = data.file.counts() if isinstance(data, ChatDataset) else {}
     stored = folder.path / FEATURES

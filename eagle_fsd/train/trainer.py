@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from typing import Any, NoReturn
 
 import torch
@@ -327,11 +328,13 @@ class Trainer:
             size = DRAFT_VOCAB_SIZE if self.config.head_type == "eagle3" else vocab_size
         if size >= vocab_size:
             return None
-        accelerator = self.accelerator
+        accelerator, data = self.accelerator, copy(self.data)
+        if isinstance(data, FeatureStore):
+            data.select(())  # only the tokens are read
         own = self.chats[accelerator.process_index :: accelerator.num_processes]
         with progress("counting") as report:
             workers = self.config.workers
-            counts = count_answer_tokens(self.data, own, vocab_size, workers, progress=report)
+            counts = count_answer_tokens(data, own, vocab_size, workers, progress=report)
         counts = accelerator.reduce(counts.to(accelerator.device), "sum")
         return rank_by_frequency(counts.cpu())[:size]
 

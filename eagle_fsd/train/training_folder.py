@@ -81,9 +81,10 @@ class TrainingFolder:
 
     def _check_resumable(self, content: dict[str, Any]) -> None:
         before = json.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))
-        # Earlier versions had fewer options and did not record the dtype.
+        # Earlier versions had fewer options and did not record the dtype and the processes.
         before["recipe"] = {**TrainConfig().model_dump(), **before["recipe"]}
-        before["data"].setdefault("dtype", content["data"].get("dtype"))
+        for name in ("dtype", "processes"):
+            before["data"].setdefault(name, content["data"].get(name))
         changed = [
             f"{name} was {before[part].get(name)!r}, is {value!r}"
             for part in ("recipe", "data")

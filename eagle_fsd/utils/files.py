@@ -15,11 +15,13 @@ from typing import Any
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """Replace a file only once its new content is complete.
 
-    Yield a temporary path in the same folder to write to. On success it is flushed to disk and
-    renamed to ``path``, with the permissions of any new file; on an exception it is removed and
-    ``path`` stays as it was. Its name ends in ``.tmp``, whatever the extension of ``path``.
+    Yield a temporary path in the same folder to write to; a missing folder is created. On success,
+    it is flushed to disk and renamed to ``path``, with the permissions of any new file; on an
+    exception, it is removed and ``path`` stays as it was. Its name ends in ``.tmp``, whatever the
+    extension of ``path``.
     """
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.touch(exist_ok=False)

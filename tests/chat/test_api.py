@@ -70,7 +70,7 @@ class StandIn:
         self.answers: Any = lambda _: updates("He", "llo")
         self.queue = SimpleNamespace(alive=True, rows=0, max_batch=1)
         self.model = SimpleNamespace(
-            target=SimpleNamespace(context_length=2048), certificate_for=lambda _: None
+            target=SimpleNamespace(stable_length=2048), certificate_for=lambda _: None
         )
         self.tokens = SimpleNamespace(text=chr, bytes=lambda token: chr(token).encode())
         acceptance = AcceptanceConfig(threshold=0.2)

@@ -177,7 +177,7 @@ def test_prompt_that_is_only_scored_may_fill_the_context(
     monkeypatch.setitem(vars(model.target), "stable_length", 8)
     options = {"prompt": None, "max_new_tokens": 1}
     assert request(model, prompt_token_ids=[7] * 7, **options).ids.shape == (1, 7)
-    with pytest.raises(RequestError, match="may reach 9 tokens, but beyond 8 the target's"):
+    with pytest.raises(RequestError, match="8 tokens fill the context of 8"):
         request(model, prompt_token_ids=[7] * 8, **options)
 
 

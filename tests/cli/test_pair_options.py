@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from pairs import tiny_target, untrained_head
 
-from eagle_fsd import EagleFSD
+from eagle_fsd import AcceptanceConfig, EagleFSD, TreeConfig
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.chat.serve import connections
+from eagle_fsd.cli.options import given_settings
 from eagle_fsd.model.checkpoint import save_head
 from eagle_fsd.model.target import Target
 
@@ -33,6 +34,15 @@ DECODING: tuple[tuple[object, ...], ...] = (
     ("bench",),
     ("doctor",),
 )
+
+
+def test_a_given_tree_replaces_all_trees_of_a_file(tmp_path: Path) -> None:
+    tree = {"total_tokens": 8, "depth": 4, "top_k": 2}
+    file = tmp_path / "fsd.json"
+    file.write_text(json.dumps({**tree, "exact": tree, "batch": {"4": tree}, "threshold": 0.1}))
+    found = given_settings(file, TreeConfig(depth=3), AcceptanceConfig())
+    assert (found.depth, found.total_tokens, found.threshold) == (3, 8, 0.1)
+    assert (found.exact, found.batch) == (None, {})
 
 
 @pytest.fixture(autouse=True)

@@ -111,6 +111,13 @@ THINKING = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+THOUGHTFUL: Chat = [
+    {**message, "content": "<think>" + "Let me see. " * 20 + "</think>" + message["content"]}
+    if message["role"] == "assistant"
+    else message
+    for message in CHAT
+]
+
 
 def test_text_that_the_template_adds_to_the_last_turn_is_tolerated() -> None:
     """A chat rendered up to an earlier turn has it too, and the whole chat does not."""
@@ -125,6 +132,9 @@ def test_text_that_the_template_adds_to_the_last_turn_is_tolerated() -> None:
         chat = [*CHAT[1:2], {"role": "assistant", "content": answer}, *CHAT[5:]]
         texts = masked_texts(tokenizer, encode_chat(chat, tokenizer, chat_template))
         assert texts == [answer + end, expected[-1]]
+    # Only the last answer keeps its thought.
+    expected[-1] = THOUGHTFUL[-1]["content"] + end
+    assert masked_texts(tokenizer, encode_chat(THOUGHTFUL, tokenizer, chat_template)) == expected
 
 
 # -- tools -----------------------------------------------------------------------------------------
@@ -159,12 +169,6 @@ def test_loss_covers_neither_tool_calls_nor_their_results() -> None:
 
 # -- rejected chats --------------------------------------------------------------------------------
 
-THOUGHTFUL: Chat = [
-    {**message, "content": "<think>" + "Let me see. " * 20 + "</think>" + message["content"]}
-    if message["role"] == "assistant"
-    else message
-    for message in CHAT
-]
 #: The first answer is in the next question, too.
 REPEATED: Chat = [
     {"role": "user", "content": "Spell yes."},
@@ -175,7 +179,6 @@ REPEATED: Chat = [
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 #: A template, a chat, and the error.
 REJECTED: dict[str, tuple[str, Chat, str]] = {
-    "shortened turn": (THINKING, THOUGHTFUL, "turn 3 cannot be located"),
     "omitted turn": (OMITTING, [{**CHAT[1]}, {**CHAT[2], "content": "Four."}, *CHAT[3:]], "turn 2"),
     "omitted turn in a question": (OMITTING, REPEATED, "turn 2 cannot be located"),
     "omitted call": (CHATML, TOOL_CHAT, "omits the tool call in turn 3"),

@@ -155,11 +155,16 @@ def test_training_is_not_resumed_with_other_options_or_data(
     shorter.write_text("".join(data.read_text().splitlines(keepends=True)[:5]))
     with pytest.raises(ValueError, match=r"cannot be resumed: .*bytes was"):
         train_here(shorter, out, target, max_steps=4, resume=True)
+    file = out / "recipe.json"
+    file.write_text(file.read_text().replace('"processes": 1', '"processes": 2'))
+    with pytest.raises(ValueError, match="cannot be resumed: processes was 2, is 1"):
+        train(max_steps=4, resume=True)
     assert same_weights(read_weights(out), before)
     shutil.rmtree(out / "checkpoints" / "step-4")
-    recipe = json.loads((out / "recipe.json").read_text())  # as earlier versions wrote it
-    del recipe["recipe"]["norm_before_residual"], recipe["data"]["dtype"]
-    (out / "recipe.json").write_text(json.dumps(recipe))
+    recipe = json.loads(file.read_text())  # as earlier versions wrote it
+    del recipe["recipe"]["norm_before_residual"]
+    del recipe["data"]["dtype"], recipe["data"]["processes"]
+    file.write_text(json.dumps(recipe))
     changes = {"checkpoint_every": 1, "log_every": 2, "workers": 1, "validate_every": 7}
     train(max_steps=4, resume=True, **changes)
     assert same_weights(read_weights(out), before)
@@ -199,6 +204,7 @@ def test_existing_folders_are_kept(
         "max_length": 64,
         "dtype": "float32",
         "head": None,
+        "processes": 1,
     }
     errors = refused(*command(data, out, target, seed=3, max_steps=2))
     assert "--resume" in errors

@@ -132,7 +132,7 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
             "owned_by": "eagle-fsd",
             "acceptance": acceptance_label(backend.about.acceptance),
             "certificate": certificate and certificate.model_dump(),
-            "max_model_len": backend.model.target.context_length,
+            "max_model_len": backend.model.target.stable_length,
         }
 
     async def answer(request: ChatRequest | CompletionRequest, client: str) -> Response:
@@ -149,7 +149,7 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
         headers = {"X-Eagle-FSD-Acceptance": acceptance_label(acceptance, certificate)}
         params = request.answer_params()
         if not request.stream:
-            context = backend.model.target.context_length
+            context = backend.model.target.stable_length
             check_logprobs(params, backend.about.limits.max_new_tokens, context)
         builder = ResponseBuilder(request, len(params), backend.tokens)
         updates = answer_choices(backend, params, client, request.method)
@@ -197,7 +197,7 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
         chat = to_chat(body.messages) if body.messages else None
         special, client = body.add_special_tokens, request.state.client
         tokens = await backend.tokenize(body.prompt, chat, special, client)
-        length = backend.model.target.context_length
+        length = backend.model.target.stable_length
         return {"count": len(tokens), "max_model_len": length, "tokens": tokens}
 
     @app.post("/detokenize")

@@ -89,7 +89,7 @@ class FSDWorker(_BaseWorker):  # type: ignore[misc]
         names: list[str],
     ) -> None:
         super().__init__(controller or "", address, secrets.token_hex(4), names[0], names, 1)
-        self.tokenizer, self.context_len = model.tokenizer, model.target.context_length
+        self.tokenizer, self.context_len = model.tokenizer, model.target.stable_length
         self.metrics = ServerMetrics()
         self.backend = LocalBackend(
             model, chat_template, limits, name=names[0], observer=self.metrics

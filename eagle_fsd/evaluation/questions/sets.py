@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from eagle_fsd.evaluation import ifeval
 from eagle_fsd.evaluation.config import EvaluationRequest
 from eagle_fsd.evaluation.graders import Grader, find_grader
 from eagle_fsd.evaluation.questions.formats import (
@@ -159,8 +158,6 @@ def requested_questions(
     if name in GENERATED_SETS:
         count = request.skip + (request.count or DEFAULT_BUNDLED_COUNT) + shots
     questions = find_questions(name, count, seed=seed, progress=progress, grader=grader)
-    if any(question.scored_by == "instructions" for question in questions):
-        ifeval.load_checkers()
     suitable = [
         item
         for item in questions

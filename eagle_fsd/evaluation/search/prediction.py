@@ -304,7 +304,7 @@ def step_seconds(workload: Workload, method: Method, first: int) -> float:
         fills_tree = pair.drafter.start(pair.tree, None).on_device
     if not fills_tree:
         pair.drafter = FullTrees().attach(pair.target)
-    room = min(workload.model.target.context_length - max(map(len, prompts)), MAX_TOKENS)
+    room = min(workload.model.target.stable_length - max(map(len, prompts)), MAX_TOKENS)
     batch, limit = pair.batch(len(prompts), compiled_rows=len(prompts)), math.inf
     spent: list[float] = []
     for _ in range(1 + WARM_UPS.get(pair.target.device.type, 0)):

@@ -46,7 +46,7 @@ class WrappedRule(AcceptanceRule):
         return self.rule.state_size + 1
 
     def start(self, prompts: Sequence[Tensor]) -> Tensor:
-        own = torch.zeros(len(prompts), 1, device=prompts[0].device)
+        own = torch.zeros(len(prompts), 1, dtype=torch.float32, device=prompts[0].device)
         return torch.cat([self.rule.start(prompts), own], 1)
 
     def own_state(self, inputs: VerificationInputs) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -190,7 +190,7 @@ class AdaptiveNGramDrafter(_CountingDrafter):
         self.order, self.min_order, self.capacity = order, min_order, capacity
         #: For each context, the tokens that followed, in the order of their last occurrence, and
         #: how often.
-        self.table: dict[tuple[int, ...], dict[int, int]] = {}
+        self.table: OrderedDict[tuple[int, ...], dict[int, int]] = OrderedDict()
 
     def __repr__(self) -> str:
         values = f"order={self.order}, min_order={self.min_order}, capacity={self.capacity}"
@@ -220,7 +220,7 @@ class AdaptiveNGramDrafter(_CountingDrafter):
             counts = self.table.get(key)
             if counts is None:
                 if len(self.table) == self.capacity:
-                    del self.table[next(iter(self.table))]
+                    self.table.popitem(last=False)
                 counts = self.table[key] = {}
             count = counts.pop(token, 0) + 1
             if len(counts) == MAX_FOLLOWERS:
@@ -350,7 +350,7 @@ class _CountingState(DraftState):
                     expanded += 1
         device = roots.device
         shape = batch, size - 1, self.drafter.vocab_size
-        draft_log_probs = torch.full(shape, -torch.inf, device=device)
+        draft_log_probs = torch.full(shape, -torch.inf, dtype=torch.float32, device=device)
         sparse = _upload(support, device), _upload(log_probs, device)
         draft_log_probs.scatter_reduce_(2, *sparse, "amax")
         parent_nodes = _upload(parents, device)
