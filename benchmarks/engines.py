@@ -13,7 +13,6 @@ layout first.
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import subprocess
@@ -89,7 +88,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         methods[EXACT] = {"speculative_config": speculative}
         for name, values in list(RULES.items())[: 1 if options.quick else None]:
             methods[name] = {"speculative_config": speculative, "settings": values}
-        installed = installed_versions(options.vllm_python)
         answers: dict[int, list[list[int]]] = {}
         speeds: dict[int, float] = {}
         for name, values in progress(methods.items(), "methods"):
@@ -110,7 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             if done.returncode:
                 raise RuntimeError(f"{name} failed in vLLM:\n{done.stderr[-2000:]}")
-            for row in json.loads(done.stdout.splitlines()[-1]):
+            printed = json.loads(done.stdout.splitlines()[-1])
+            versions = ", ".join(map(" ".join, printed["versions"].items()))
+            for row in printed["rows"]:
                 found, at_once = row.pop("answers"), row["requests"]
                 base = answers.setdefault(at_once, found)
                 row["equal_answers"] = sum(map(list.__eq__, found, base))
@@ -126,21 +126,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             table.note = (
                 f"{count} problems, chains of {options.chain}. Answers of exact speculation that"
-                f" equal plain decoding's in vLLM: {equal}; in this library: {own}. vLLM"
-                f" {installed['vllm']}, its first model runner, with torch {installed['torch']} and"
-                f" transformers {installed['transformers']}."
+                f" equal plain decoding's in vLLM: {equal}; in this library: {own}. The first model"
+                f" runner of vLLM, with {versions}."
             )
             save_report(options, report, [table], finished=False)
     save_report(options, report, [table])
-
-
-def installed_versions(python: Path) -> dict[str, str]:
-    """Return the versions of vLLM and of what it uses, in its own interpreter."""
-    names = ("vllm", "torch", "transformers")
-    code = "import importlib.metadata as m; print({d.name: d.version for d in m.distributions()})"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
-    found = ast.literal_eval(done.stdout)
-    return {name: found.get(name) or found[f"{name}-cpu"] for name in names}
 
 
 def own_answers(target: str, prompts: Sequence[list[int]], length: int) -> list[list[int]]:

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,9 @@ def main() -> None:
     """Measure one configuration."""
     os.environ |= ENVIRONMENT
     found = measure(json.loads(Path(sys.argv[1]).read_text()))
-    sys.stdout.write(f"\n{json.dumps(found)}\n")
+    installed = {item.name.removesuffix("-cpu"): item.version for item in distributions()}
+    versions = {name: installed[name] for name in ("vllm", "torch", "transformers")}
+    sys.stdout.write(f"\n{json.dumps({'versions': versions, 'rows': found})}\n")
 
 
 def measure(request: dict[str, Any]) -> list[dict[str, Any]]:

@@ -428,11 +428,13 @@ request = json.load(open(sys.argv[2]))
 drafted, relaxed = "speculative_config" in request, "settings" in request
 answers = [[1, 2, 3 + relaxed]] * len(request["prompts"])
 print("a line of vLLM")
-print(json.dumps([
+versions = dict(vllm="0.32.0", torch="2.13.0")
+rows = [
     dict(requests=count, answers=answers, tokens_per_second=100.0 * (1 + drafted + relaxed),
          tau=1.0 + drafted, sampler_share=2.0, rule_share=1.0)
     for count in request["concurrency"]
-]))
+]
+print(json.dumps(dict(versions=versions, rows=rows)))
 """
 
 
@@ -448,3 +450,4 @@ def test_engines_are_compared_with_plain_decoding(quick: Quick, tmp_path: Path) 
     assert [row["speed"] for row in rows] == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
     assert [row["equal_answers"] for row in rows] == [2, 2, 2, 2, 0, 0]
     assert "equal plain decoding's in vLLM: 2 at 1, 2 at 2; in this library: 0 at 1, 0 at 2" in text
+    assert "The first model runner of vLLM, with vllm 0.32.0, torch 2.13.0." in text

@@ -14,11 +14,13 @@ from harness import LM_EVAL, requires_harness
 from published import published
 
 import eagle_fsd
-from eagle_fsd.evaluation.config import EvaluationRequest
+from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
 from eagle_fsd.evaluation.ifeval import Checks, accuracies
 from eagle_fsd.evaluation.questions.formats import QuestionError, read_questions
 from eagle_fsd.evaluation.questions.sets import requested_questions
+from eagle_fsd.evaluation.runner import checked_questions
 from eagle_fsd.utils.options import OptionsError
+from eagle_fsd.utils.progress import no_progress
 
 ROW = {
     "key": 1,
@@ -94,8 +96,10 @@ def test_rows_are_questions(tmp_path: Path) -> None:
 @pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm-eval is installed")
 def test_missing_checkers_are_an_error_of_one_line(tmp_path: Path) -> None:
     """Missing instruction checkers are reported before anything is loaded."""
+    file = str(write(tmp_path))
     with pytest.raises(OptionsError, match=r'pip install "eagle_fsd\[ifeval\]"$'):
-        requested_questions(EvaluationRequest(questions=str(write(tmp_path))))
+        checked_questions(EvaluationRequest(questions=file), EvaluationConfig(), no_progress)
+    assert requested_questions(EvaluationRequest(questions=file))  # tuning needs no checkers
 
 
 def test_accuracies_count_prompts_and_instructions() -> None:
