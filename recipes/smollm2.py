@@ -149,7 +149,7 @@ class Scale:
     ``answers`` to given questions; ``curve`` lists numbers of tokens.
     """
 
-    parts: int = 16
+    parts: int = 3
     chats: int = 600
     answers: int = 300
     max_new_tokens: int = 512

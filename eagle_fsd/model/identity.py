@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from eagle_fsd.model.config import ModelIdentity, Settings
 from eagle_fsd.model.drafters.interface import Drafter
-from eagle_fsd.model.weights import plain_tensors, read_tensors, tensor_files
+from eagle_fsd.model.weights import plain_tensors, read_json, read_tensors, tensor_files
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,9 @@ def fingerprints(network: nn.Module) -> dict[str, str]:
 
 def fingerprint_of_files(folder: str | Path, dtype: torch.dtype) -> str | None:
     """Compute the fingerprint of a causal LM's files; None if they hold other tensors."""
+    values = read_json(str(Path(folder, "config.json")))
+    if "model_type" not in values or values.get("quantization_config"):
+        return None  # a head, or weights that are stored in another form
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)

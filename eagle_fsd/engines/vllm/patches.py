@@ -141,7 +141,9 @@ def check_config(config: VllmConfig) -> None:
     for option in ("use_local_argmax_reduction", "parallel_drafting", "use_heterogeneous_vocab"):
         if reads_draft(rule) and getattr(speculative, option):
             raise OptionsError(f"a rule that compares distributions does not support {option}")
-    folders = {"target": config.model_config.model, "drafter": str(speculative.model)}
+    # vLLM also checks the configuration of a draft model, whose model_config is the draft's.
+    target = speculative.target_model_config or config.model_config
+    folders = {"target": target.model, "drafter": str(speculative.model)}
     check_weights(settings, folders, log)
     log.info("%s", describe(settings, "vLLM"))
 

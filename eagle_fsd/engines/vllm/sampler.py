@@ -119,10 +119,12 @@ def _warped(logits: Tensor, rows: Tensor, metadata: SamplingMetadata) -> Tensor:
 def _untouched(metadata: SamplingMetadata) -> bool:
     """Whether vLLM applies no processor to the logits of this batch."""
     holder = metadata.thinking_budget_state_holder
+    processors = metadata.logitsprocs.non_argmax_invariant
     return (
         metadata.no_penalties
         and metadata.allowed_token_ids_mask is None
         and not metadata.bad_words_token_ids
-        and not metadata.logitsprocs.non_argmax_invariant
+        # vLLM always has the processor of min_tokens, without requests in most steps.
+        and not any(getattr(item, "min_toks", True) for item in processors)
         and (holder is None or not holder.has_tracked_requests())
     )

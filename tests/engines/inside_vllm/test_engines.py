@@ -26,6 +26,7 @@ from eagle_fsd.bundled import (
     BUNDLED_TARGET,
 )
 from eagle_fsd.evaluation.questions.formats import bundled_questions
+from eagle_fsd.model.identity import fingerprint_of_files
 from eagle_fsd.train.config import ExportRequest
 from eagle_fsd.train.export import export_head
 
@@ -33,8 +34,16 @@ CHAIN = 5
 QUESTIONS = 10
 HEADS = {"eagle": BUNDLED_HEAD, "eagle3": BUNDLED_EAGLE3}
 DRAFTERS = {**HEADS, "draft_model": BUNDLED_DRAFT_MODEL}
-#: A rule that accepts nothing.
-INERT = {"rule": "regret", "exact_first": 10_000}
+#: A rule that accepts nothing, calibrated for the bundled target.
+INERT = {
+    "rule": "regret",
+    "exact_first": 10_000,
+    "target": {
+        "name": "bundled",
+        "dtype": "float32",
+        "fingerprint": fingerprint_of_files(BUNDLED_TARGET, torch.float32),
+    },
+}
 
 
 def drafting(method: str | None, *values: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("vllm", reason="needs vLLM; run make engines")
 
 from vllm.platforms import current_platform
-from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.logits_processor import LogitsProcessors, MinTokensLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
@@ -71,10 +71,16 @@ def sampling(temperatures: list[float], **options: Any) -> SamplingMetadata:
         "output_token_ids": [],
         "allowed_token_ids_mask": None,
         "bad_words_token_ids": {},
-        "logitsprocs": LogitsProcessors(),
+        "logitsprocs": LogitsProcessors([min_tokens_processor()]),
         "spec_token_ids": [],
     }
     return SamplingMetadata(**defaults | options)
+
+
+def min_tokens_processor() -> MinTokensLogitsProcessor:
+    """The processor that every engine which speculates has."""
+    config: Any = None
+    return MinTokensLogitsProcessor(config, torch.device("cpu"), is_pin_memory=False)
 
 
 def batch(counts: list[int], seed: int) -> tuple[SpecDecodeMetadata, torch.Tensor]:
