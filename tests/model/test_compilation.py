@@ -257,6 +257,7 @@ def test_background_compilation(
 ) -> None:
     """Enough decoding starts it; it never delays an answer, and the next ones use it."""
     traced: list[str] = []
+    runs: list[torch.fx.GraphModule] = []
     tracing, proceed = threading.Event(), threading.Event()
     interval = sys.getswitchinterval()
 
@@ -264,7 +265,12 @@ def test_background_compilation(
         traced.append(threading.current_thread().name)
         tracing.set()
         assert proceed.wait(60)
-        return graph.forward
+
+        def run(*args: Any) -> Any:
+            runs.append(graph)
+            return graph.forward(*args)
+
+        return run
 
     monkeypatch.setattr(compilation, "compile_graph", compile_with(backend))
     monkeypatch.setattr(compilation, "BACKGROUND_SECONDS", 0.0)
@@ -298,6 +304,16 @@ def test_background_compilation(
             decode(200, method)
         assert tracing.wait(60), method
         wait_for_compilation()
+    parts = []  # compiled parts of a step: the target's pass and the verification
+    for threshold in (0.0, 0.3):
+        options: Any = {"threshold": threshold, "min_ratio": 0.0, "max_new_tokens": 200}
+        for _ in range(3):
+            pair.generate(prompt(20), **options)
+        wait_for_compilation()
+        runs.clear()
+        steps = pair.generate(prompt(20), **options).stats.steps
+        parts.append(round(len(runs) / steps))
+    assert parts == [2, 2]
 
 
 def test_one_model_is_compiled_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
