@@ -69,7 +69,7 @@ def calibrate(
     request = request.model_copy(update={"questions": questions})
     settings = given_settings(file.settings, TreeConfig(), acceptance)
     with joined_evaluation(request, "calibrate") as (own, is_first):
-        calibration = run(
+        report = run(
             own,
             bounds,
             config=config.updated(**measure.model_dump()),
@@ -81,19 +81,19 @@ def calibrate(
             settings=settings,
             progress=progress,
         )
-    if calibration is None or not is_first:  # another process reports
+    if report is None or not is_first:  # another process reports
         return
     if as_json:
-        print_json(calibration.report)
+        print_json(report)
         return
-    print_table(*calibration.table)
+    print_table(*report["tables"][0])
     out.print()
-    out.print(calibration.conclusion, soft_wrap=True)
-    out.print(footnote(calibration.report), style="dim", soft_wrap=True)
-    if calibration.report["flags"]:
+    out.print(report["conclusions"][0], soft_wrap=True)
+    out.print(footnote(report), style="dim", soft_wrap=True)
+    if report["flags"]:
         out.print()
-        out.print(calibration.report["flags"], soft_wrap=True)
-    if not calibration.files:
+        out.print(report["flags"], soft_wrap=True)
+    if not report["files"]:
         return
-    files = " and ".join(map(str, calibration.files))
+    files = " and ".join(report["files"])
     err.print(f"The settings are in {files}; --settings reads them.", style="dim", soft_wrap=True)

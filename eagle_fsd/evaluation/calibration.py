@@ -115,35 +115,6 @@ OTHER_QUESTIONS = (
 )
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """The result of :func:`calibrate`.
-
-    The report covers the questions that certify settings or, if no setting was tested, those of the
-    first round of the selection. Speeds were measured separately, at the batch size of the options.
-    """
-
-    report: Report
-    #: The ``fsd.json`` files that were written.
-    files: list[Path] = field(default_factory=list)
-
-    @property
-    def chosen(self) -> str:
-        """Name of the chosen method."""
-        return str(self.report["calibrated"])
-
-    @property
-    def table(self) -> Table:
-        """The selection as a table."""
-        found: Table = self.report["tables"][0]
-        return found
-
-    @property
-    def conclusion(self) -> str:
-        """A sentence on the chosen method that states its bound."""
-        return str(self.report["conclusions"][0])
-
-
 @dataclass
 class Task:
     """A calibration: its options, the pair, the questions of both stages, and the results so far.
@@ -211,7 +182,7 @@ def calibrate(
     install: bool = False,
     settings: Settings | None = None,
     progress: ProgressFactory = no_progress,
-) -> Calibration | None:
+) -> Report | None:
     """Find the fastest settings whose loss of accuracy is within a bound, and save them.
 
     Writes ``fsd.json`` to the output folder and, with ``install``, beside the drafter. For
@@ -219,6 +190,10 @@ def calibrate(
     Without a count, :data:`DEFAULT_COUNT` of the bundled questions are answered. A warning is
     logged before decoding if there are too few questions to certify any setting. Under several
     processes, all but the first return None.
+
+    The report covers the questions that certify settings or, if no setting was tested, those of the
+    first round of the selection. Speeds were measured separately, at the batch size of the options.
+    Its ``files`` are the ``fsd.json`` files that were written.
 
     Besides what :func:`~eagle_fsd.evaluation.runner.evaluate` raises, a ValueError is raised if the
     questions or answers cannot support the bound, or if the output folder holds a calibration on
@@ -273,8 +248,8 @@ def calibrate(
     if found is None:
         return None
     for file in files:
-        atomic_write(file, json.dumps(found.report["calibration"], indent=2) + "\n")
-    return replace(found, files=files)
+        atomic_write(file, json.dumps(found["calibration"], indent=2) + "\n")
+    return {**found, "files": list(map(str, files))}
 
 
 def read_stages(
@@ -374,29 +349,30 @@ def fix_tests(
     return exact, [methods[name] for name in fixed["tests"]]
 
 
-def certify(task: Task) -> Calibration | None:
+def certify(task: Task) -> Report | None:
     """Test the selected settings on fresh questions, until one of them is certified.
 
     If nothing was selected, a report on exact decoding is written. None except on the first
     process.
     """
     tested: list[Method] = []
-    found: list[Calibration] = []
+    found: list[Report] = []
 
     def finish(report: Report) -> None:
-        found.append(extend_report(task, tested, report))
+        extend_report(task, tested, report)
+        found.append(report)
 
     if not task.tests:
         task.answer(task.used[: ROUNDS[0][0]], [task.exact], on_report=finish, selects=True)
     for method in task.tests:
         tested.append(method)
         task.answer(task.fresh, [task.exact, *tested], on_report=finish)
-        if on_first_process(lambda: found[-1].chosen != EXACT.name):
+        if on_first_process(lambda: found[-1]["calibrated"] != EXACT.name):
             break
     return found[-1] if found else None
 
 
-def extend_report(task: Task, tested: Sequence[Method], report: Report) -> Calibration:
+def extend_report(task: Task, tested: Sequence[Method], report: Report) -> None:
     """Extend the report on the fresh questions by the selection, verdicts and settings."""
     tests, bounds = len(task.tests), task.bounds
     # Answers were decoded with other batches than those whose speed was measured.
@@ -425,7 +401,6 @@ def extend_report(task: Task, tested: Sequence[Method], report: Report) -> Calib
     report["conclusions"] = [conclusion]
     report["calibrated"] = method.name
     draw_figures(report, task.folder)
-    return Calibration(report)
 
 
 def calibrated_settings(

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.utils.options import OptionsError
@@ -23,14 +24,6 @@ from eagle_fsd.utils.options import OptionsError
 SENTENCE_MODEL = "tokenizers/punkt_tab"
 #: A package that contains the model, where it is found and never imported.
 MODEL_PACKAGE, MODEL_FOLDER = "llama_index", "core/_static/nltk_cache"
-
-
-@dataclass(frozen=True)
-class Checks:
-    """Whether an answer follows each of its prompt's instructions."""
-
-    strict: list[bool]
-    loose: list[bool]
 
 
 @cache
@@ -61,20 +54,17 @@ def load_checkers() -> Any:
         ) from error
 
 
-def check(question: Question, answer: str) -> Checks:
-    """Check an answer to one of IFEval's prompts."""
-    found = load_checkers().process_results(question.row, [answer])
-    return Checks(found["inst_level_strict_acc"], found["inst_level_loose_acc"])
+def check(question: Question, answer: str) -> dict[str, Any]:
+    """Check an answer to one of IFEval's prompts; the fields are those of the harness."""
+    found: dict[str, Any] = load_checkers().process_results(question.row, [answer])
+    return found
 
 
-def accuracies(checks: Iterable[Checks]) -> dict[str, float]:
+def accuracies(checks: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Return the four accuracies of IFEval: of whole prompts and of instructions."""
-    found = list(checks)
-    modes = {"strict": [item.strict for item in found], "loose": [item.loose for item in found]}
-    prompts = {
-        f"prompt, {mode}": sum(map(all, lists)) / len(lists) for mode, lists in modes.items()
-    }
-    each = {mode: [flag for flags in lists for flag in flags] for mode, lists in modes.items()}
-    return prompts | {
-        f"instruction, {mode}": sum(flags) / len(flags) for mode, flags in each.items()
-    }
+    found, rates = list(checks), {}
+    for name, level in (("prompt", "prompt"), ("instruction", "inst")):
+        for mode in ("strict", "loose"):
+            flags = np.hstack([item[f"{level}_level_{mode}_acc"] for item in found])
+            rates[f"{name}, {mode}"] = float(flags.mean())
+    return rates

@@ -12,15 +12,13 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
-from torch import Tensor
+from lm_eval.models.utils_hf import stop_sequences_criteria
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from eagle_fsd.bundled import BUNDLED_TARGET
 from eagle_fsd.evaluation.answering import answer_seed
@@ -53,28 +51,6 @@ HARNESS_OPTIONS = (
 )
 
 log = logging.getLogger(f"lm_eval.models.{NAME}")  # the harness prints messages of its loggers
-
-
-#: Special tokens that an answer may have in or after a stop string.
-MAX_SPECIAL_TOKENS = 8
-
-
-class StopAtStrings(StoppingCriteria):
-    """End an answer at a string that, unlike with ``StopStringCriteria``, begins in the answer."""
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], prompt_length: int
-    ) -> None:
-        self.tokenizer, self.strings, self.prompt_length = tokenizer, strings, prompt_length
-        # Tokens that can hold a string: each has at least a byte, unless it is a special token.
-        self.window = max(len(item.encode()) for item in strings) + MAX_SPECIAL_TOKENS
-
-    def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs: Any) -> Tensor:
-        """Return whether each row of ``input_ids``, ``[B, S]``, has ended: ``[B]`` bool."""
-        answers = input_ids[:, self.prompt_length :]
-        texts = self.tokenizer.batch_decode(answers[:, -self.window :], skip_special_tokens=True)
-        ended = [any(item in text for item in self.strings) for text in texts]
-        return torch.tensor(ended, device=input_ids.device)
 
 
 @register_model(NAME)
@@ -197,7 +173,7 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
         sampling = _sampling(options)
         if sampling.seed is not None:
             sampling = sampling.updated(seed=answer_seed(sampling.seed, index, 0, 0))
-        criteria = [StopAtStrings(pair.tokenizer, strings, len(ids))] if strings else []
+        criteria = stop_sequences_criteria(pair.tokenizer, strings, len(ids), batch_size=1)
         prompt = Prompt(
             ids,
             max_new_tokens=limit,

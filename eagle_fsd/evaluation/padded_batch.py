@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from eagle_fsd.evaluation.methods import Method
 from eagle_fsd.model.pipeline import EagleFSD
@@ -72,10 +71,15 @@ class PaddedBatch:
         )
         if sampling.temperature:
             torch.manual_seed(first.key)
-        with _generation_config_replaced(model.model, config):
+        # An argument would be completed from the model's own configuration, which may include a
+        # repetition penalty that no other method applies.
+        own, model.model.generation_config = model.model.generation_config, config
+        try:
             sequences = model.model.generate(  # type: ignore[operator]
                 **padded, **self._assistance(), stopping_criteria=first.criteria
             )
+        finally:
+            model.model.generation_config = own
         new = sequences[:, padded["input_ids"].shape[1] :]
         for answer, row in zip(answers, new.tolist(), strict=True):
             answer.tokens, answer.finished = _without_padding(row, end_tokens, pad), True
@@ -86,20 +90,6 @@ class PaddedBatch:
         if assistant == "ngram":
             return {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
         return {"assistant_model": assistant}
-
-
-@contextmanager
-def _generation_config_replaced(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Replace the model's generation configuration.
-
-    Passing ``config`` to ``generate`` is not enough: it fills in unset options from the model's own
-    configuration, which may include a repetition penalty that no other method applies.
-    """
-    own, model.generation_config = model.generation_config, config
-    try:
-        yield
-    finally:
-        model.generation_config = own
 
 
 def _find_padding(model: EagleFSD, eos_token_ids: Sequence[int]) -> int | None:

@@ -38,12 +38,7 @@ from eagle_fsd.evaluation.config import (
     MeasureConfig,
 )
 from eagle_fsd.evaluation.html_report import html_text
-from eagle_fsd.evaluation.judge.judging import (
-    judge_answers,
-    judge_pairs,
-    judgment_file,
-    pair_summary,
-)
+from eagle_fsd.evaluation.judge.judging import judge, judgment_file, pair_summary
 from eagle_fsd.evaluation.judge.prompts import JudgePrompts
 from eagle_fsd.evaluation.markdown_report import report_text
 from eagle_fsd.evaluation.methods import (
@@ -545,13 +540,13 @@ def _add_judgments(
         arguments = endpoint, evaluation.questions, evaluation.merge(), folder
         options: dict[str, Any] = {"parallel": request.judge_parallel, "progress": progress}
         if request.judge_mode == "pair":
-            comparisons = judge_pairs(*arguments, reference=evaluation.reference, **options)
+            comparisons = judge(*arguments, reference=evaluation.reference, **options)
             pairs = pair_summary(comparisons, report["limit_confidence"])
             for row in report["rows"]:
                 found = pairs.get(row["method"])
                 row["judge"] = found and {"pairs": found}
         else:
-            judge_answers(*arguments, **options)
+            judge(*arguments, **options)
             file = judgment_file(folder, endpoint.model, "single")
             show = f"python -m fastchat.llm_judge.show_result --input-file '{file}'"
             log.warning("the ratings are in %s; tables of them: %s", file, show)

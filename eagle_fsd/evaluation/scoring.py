@@ -39,7 +39,8 @@ def score(
     if question.scored_by == "regex":
         return re.search(question.answer or "", strip_reasoning(answer)) is not None
     if question.scored_by == "instructions":
-        return all(ifeval.check(question, strip_reasoning(answer)).strict)
+        found = ifeval.check(question, strip_reasoning(answer))
+        return bool(found["prompt_level_strict_acc"])
     if question.scored_by == "code" and run is not None:
         return run(build_program(question, answer)).passed
     return None

@@ -23,7 +23,6 @@ from eagle_fsd.evaluation import calibration, engines, methods
 from eagle_fsd.evaluation import sweep as sweep_module
 from eagle_fsd.evaluation.calibration import (
     SPEED_FIELDS,
-    Calibration,
     Task,
     calibrate,
     check_folder,
@@ -410,7 +409,7 @@ CHOSEN = "T=0.05 r=0.3 tree 12-10-1"
 
 def calibrated(
     request: EvaluationRequest, max_drop: float, config: CalibrationConfig = CONFIG, **options: Any
-) -> Calibration:
+) -> dict[str, Any]:
     found = calibrate(request, LossBounds(max_drop=max_drop), config, GRID, **options)
     assert found is not None
     return found
@@ -495,16 +494,16 @@ def test_the_next_setting_is_tested_if_the_first_one_fails(
         request = EvaluationRequest(count=250, out=tmp_path / f"{lost}")
         found = calibrate(request, bounds, CONFIG, GRID)
         assert found is not None
-        assert found.chosen == chosen
+        assert found["calibrated"] == chosen
         last, _ = machine.answered[-1]
         assert last == ["exact", CHOSEN, next_][: 2 + (chosen == next_)]
         shown = f"{points_text(loss_bound(1, 0, 100, 0.9))} points"
-        assert f"loses at most {shown} of accuracy" in found.conclusion
-        text = report_text(found.report)
+        assert f"loses at most {shown} of accuracy" in found["conclusions"][0]
+        text = report_text(found)
         assert "at 80% confidence for all methods at once (90% for each)." in text
         assert text.count(shown) == 2  # sentence and table
         assert "x hf" not in text  # which was not measured in the race
-        tests = found.report["calibration"]["about"]["tested"]
+        tests = found["calibration"]["about"]["tested"]
         assert [item["certified"] for item in tests] == certified_
     assert read_settings(tmp_path / "30" / "fsd.json").acceptance["selection"] == "priced"
 
@@ -525,14 +524,14 @@ def test_settings_for_other_engines(
         predict(name, exact=(EXACT_TREE, TREE))
         folder = tmp_path / engine
         found = calibrated(EvaluationRequest(count=100, out=folder), 20.0, engine=engine)
-        assert found.chosen == f"{name} tree 12-10-1"
-        assert found.files == ([folder / "fsd.json"] if engine == "vllm" else [])
-        assert (folder / "fsd.json").exists() is bool(found.files)
-        assert flag in found.report["flags"]
-        stored = found.report["calibration"]  # which cannot hold the rule of TensorRT-LLM
+        assert found["calibrated"] == f"{name} tree 12-10-1"
+        assert found["files"] == ([str(folder / "fsd.json")] if engine == "vllm" else [])
+        assert (folder / "fsd.json").exists() is bool(found["files"])
+        assert flag in found["flags"]
+        stored = found["calibration"]  # which cannot hold the rule of TensorRT-LLM
         assert ("certificate" in stored) == (engine == "vllm")
-        assert "itself did not run, so the bound does not hold" in found.conclusion
-        exact = found.report["selection"][0]["settings"]
+        assert "itself did not run, so the bound does not hold" in found["conclusions"][0]
+        exact = found["selection"][0]["settings"]
         assert (exact["method"], exact["depth"]) == ("exact", TREE.depth)
     settings = read_settings(tmp_path / "vllm" / "fsd.json")
     assert (settings.rule, settings.top_k) == ("top-ratio", 1)
@@ -545,14 +544,14 @@ def test_a_chosen_rule_is_stored(
 ) -> None:
     predict("margin")
     found = calibrated(EvaluationRequest(count=100, out=tmp_path, compile=True), 20.0)
-    assert found.chosen == "margin tree 12-10-1"
+    assert found["calibrated"] == "margin tree 12-10-1"
     model = EagleFSD.from_pretrained(settings=tmp_path / "fsd.json")
     assert model.acceptance == AcceptanceConfig(rule="margin")
     assert (model.tree_for(model.acceptance), model.exact_tree) == (TREE, EXACT_TREE)
     # Speeds are those of compiled passes; answers, which are decoded in batches, are not compiled.
     assert machine.raced_compiled
     assert not any(compiled for _, compiled in machine.answered)
-    assert found.report["calibration"]["about"]["compiled"] is True
+    assert found["calibration"]["about"]["compiled"] is True
 
 
 # -- runs on the bundled pair ----------------------------------------------------------------------
@@ -583,13 +582,13 @@ def test_questions_without_references_certify_agreement_and_regret(
     request = EvaluationRequest(questions=str(file), out=tmp_path / "agreement")
     with caplog.at_level(logging.WARNING):
         found = calibrated(request, 20.0, CONFIG.updated(measure="agreement", max_new_tokens=32))
-    against = found.report["selection"][1]["against_exact"]
+    against = found["selection"][1]["against_exact"]
     changed = against["agreement"]["answers"] - against["agreement"]["identical"]
     assert (against["lost"], against["gained"], against["paired"]) == (changed, 0, 3)
     assert changed == 3  # which is too many
-    assert (found.chosen, found.report["unscored"]) == ("exact", None)
-    assert "none of 9 settings" in found.conclusion
-    assert found.table[0][3] == "agreement"
+    assert (found["calibrated"], found["unscored"]) == ("exact", None)
+    assert "none of 9 settings" in found["conclusions"][0]
+    assert found["tables"][0][0][3] == "agreement"
     assert read_settings(tmp_path / "agreement" / "fsd.json").acceptance["threshold"] == 0.0
     assert "12 fresh questions cannot show a loss" in caplog.text
     out = tmp_path / "regret"
@@ -604,15 +603,15 @@ def test_questions_without_references_certify_agreement_and_regret(
     assert (certificate.lost, certificate.gained, certificate.questions) == (lost, 0, 12)
     name = "answers with a regret of at most 0.013 nats per token"
     assert certificate.measure == f"{name} on questions.jsonl"
-    assert f"points of {name} relative" in found.conclusion
-    assert f"Limits on the loss of {name} are exact" in report_text(found.report)
-    assert found.report["calibration"]["about"]["accuracy_exact"] == 1.0
+    assert f"points of {name} relative" in found["conclusions"][0]
+    assert f"Limits on the loss of {name} are exact" in report_text(found)
+    assert found["calibration"]["about"]["accuracy_exact"] == 1.0
     # They select by regret a setting that scored questions certify.
     request = EvaluationRequest(count=14, skip=15, out=tmp_path / "accuracy", grader="number")
     selection = SelectionConfig(select_on=str(file), select_regret=0.5)
     found = calibrated(request, 50.0, selection=selection)
-    assert [item["scored"] for item in found.report["selection"]] == [15, 15]
-    assert found.table[0][3] == "regret"
+    assert [item["scored"] for item in found["selection"]] == [15, 15]
+    assert found["tables"][0][0][3] == "regret"
     certificate = read_settings(tmp_path / "accuracy" / "fsd.json").certificate
     assert certificate is not None
     assert (certificate.measure, certificate.questions) == ("accuracy on bundled", 14)
@@ -666,14 +665,14 @@ def test_calibrate_writes_settings_that_the_pair_loads(tmp_path: Path) -> None:
     shutil.copytree(BUNDLED_HEAD, head)
     request = EvaluationRequest(count=16, out=out, drafter=str(head), target=str(BUNDLED_TARGET))
     found = calibrated(request, 37.0, install=True)
-    assert found.files == [out / "fsd.json", head / "fsd.json"]
-    assert found.chosen == CHOSEN
-    written, installed = (json.loads(file.read_text()) for file in found.files)
+    assert found["files"] == [str(out / "fsd.json"), str(head / "fsd.json")]
+    assert found["calibrated"] == CHOSEN
+    written, installed = (json.loads(Path(file).read_text()) for file in found["files"])
     report = json.loads((out / "report.json").read_text())
     assert written == installed == report["calibration"]
-    assert report["conclusions"] == [found.conclusion]
-    assert "on 13 questions that had no part in its selection" in found.conclusion
-    assert found.conclusion in (out / "report.md").read_text()
+    assert report["conclusions"] == found["conclusions"]
+    assert "on 13 questions that had no part in its selection" in found["conclusions"][0]
+    assert found["conclusions"][0] in (out / "report.md").read_text()
     assert [item["method"] for item in report["selection"]] == ["exact", CHOSEN]
     assert [item["answers"] for item in report["selection"]] == [3, 3]
     assert [item["answers"] for item in report["rows"]] == [13, 13]
@@ -704,7 +703,7 @@ def test_calibrate_writes_settings_that_the_pair_loads(tmp_path: Path) -> None:
     assert identity is not None
     assert identity.name == str(head)
     # It resumes with the same tests and answers, and measures speeds again.
-    assert calibrated(request, 37.0).report["calibration"]["about"]["tested"] == [test]
+    assert calibrated(request, 37.0)["calibration"]["about"]["tested"] == [test]
 
 
 @pytest.mark.slow
@@ -718,11 +717,11 @@ def test_a_calibration_for_several_prompts_is_judged_in_pairs(
     single, eight = TREE.updated(total_tokens=8, depth=6), TREE.updated(total_tokens=4, depth=2)
     settings = Settings(exact=single, batch={"2": single, "8": eight})
     found = calibrated(request, 45.0, CONFIG.updated(batch=2), settings=settings)
-    exact, fuzzy = found.report["rows"]
+    exact, fuzzy = found["rows"]
     assert exact["judge"] is None
     assert fuzzy["judge"]["pairs"]["tied"] == fuzzy["judge"]["pairs"]["questions"] == 6
     written = read_settings(tmp_path / "out" / "fsd.json")
     assert written.exact == single
     assert written.batch == {"2": EXACT_TREE, "8": eight}
-    about = found.report["calibration"]["about"]
+    about = found["calibration"]["about"]
     assert (about["batch"], about["answer_batch"]) == (2, 12)

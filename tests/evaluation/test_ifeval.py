@@ -15,7 +15,7 @@ from published import published
 
 import eagle_fsd
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
-from eagle_fsd.evaluation.ifeval import Checks, accuracies
+from eagle_fsd.evaluation.ifeval import accuracies
 from eagle_fsd.evaluation.questions.formats import QuestionError, read_questions
 from eagle_fsd.evaluation.questions.sets import requested_questions
 from eagle_fsd.evaluation.runner import checked_questions
@@ -49,8 +49,9 @@ socket.socket.connect = refuse
 (question,), prompts = map(read_questions, sys.argv[1:3])
 found = {answer: check(question, answer) for answer in json.loads(sys.argv[3])}
 for answer, checks in found.items():
-    assert score(question, answer) == all(checks.strict)
-print(json.dumps({answer: (item.strict, item.loose) for answer, item in found.items()}))
+    assert score(question, answer) == all(checks["inst_level_strict_acc"])
+names = "inst_level_strict_acc", "inst_level_loose_acc"
+print(json.dumps({answer: [item[name] for name in names] for answer, item in found.items()}))
 print(json.dumps([accuracies([check(item, "Yes. It IS so.")]) for item in prompts]))
 """
 
@@ -103,8 +104,10 @@ def test_missing_checkers_are_an_error_of_one_line(tmp_path: Path) -> None:
 
 
 def test_accuracies_count_prompts_and_instructions() -> None:
-    checks = [Checks([True, False], [True, True]), Checks([True], [True])]
-    assert accuracies(checks) == {
+    levels = {"prompt_level_loose_acc": True, "inst_level_strict_acc": [True, False]}
+    mixed = {"prompt_level_strict_acc": False, **levels, "inst_level_loose_acc": [True, True]}
+    right = {name: True if name.startswith("prompt") else [True] for name in mixed}
+    assert accuracies([mixed, right]) == {
         "prompt, strict": 0.5,
         "prompt, loose": 1.0,
         "instruction, strict": 2 / 3,

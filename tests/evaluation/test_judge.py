@@ -30,7 +30,7 @@ from stub_judge import (
 
 from eagle_fsd.evaluation import EvaluationRequest
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.judge.judging import judge_answers, judge_pairs, judgment_file
+from eagle_fsd.evaluation.judge.judging import judge, judgment_file
 from eagle_fsd.evaluation.judge.prompts import JudgeError
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import requested_questions
@@ -45,9 +45,7 @@ def test_requests_and_judgment_file(
 ) -> None:
     start, seen = time.time(), []
     endpoint = stub.endpoint(api_key="secret")
-    found = judge_answers(
-        endpoint, QUESTIONS, records, tmp_path, 1, lambda *numbers: seen.append(numbers)
-    )
+    found = judge(endpoint, QUESTIONS, records, tmp_path, 1, lambda *numbers: seen.append(numbers))
     assert seen == [(done, COUNT) for done in range(1, COUNT + 1)]
     body = stub.requests[1]
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("a/b", 0, 2048)
@@ -81,7 +79,7 @@ def test_requests_and_judgment_file(
     # A finished file needs no endpoint.
     before = path.read_bytes()
     gone = Endpoint("http://127.0.0.1:1/v1", "a/b", retries=0)
-    assert judge_answers(gone, QUESTIONS, records, tmp_path) == found
+    assert judge(gone, QUESTIONS, records, tmp_path) == found
     assert path.read_bytes() == before
     assert [item.name for item in path.parent.iterdir()] == [path.name]
 
@@ -93,17 +91,17 @@ def test_identical_answers_are_judged_once(stub: StubJudge, tmp_path: Path) -> N
         method: [{**shared, "answer_id": f"{method}-9"}] for method in ("plain", "exact", "fsd")
     }
     other = {**shared, "answer_id": "other-9", "choices": [{"turns": ["goodbye"]}]}
-    first = judge_answers(
+    first = judge(
         stub.endpoint(), QUESTIONS[3:], {"plain": records["plain"], "other": [other]}, tmp_path
     )
     assert len(stub.requests) == 2
-    found = judge_answers(stub.endpoint(), QUESTIONS[3:], records, tmp_path)
+    found = judge(stub.endpoint(), QUESTIONS[3:], records, tmp_path)
     assert len(stub.requests) == 2
     assert [line["answer_id"] for line in found] == ["plain-9", "exact-9", "fsd-9"]
     assert {(line["judgment"], line["tstamp"]) for line in found} == {
         (first[0]["judgment"], first[0]["tstamp"])
     }
-    fresh = judge_answers(stub.endpoint(), QUESTIONS[3:], records, tmp_path / "fresh")
+    fresh = judge(stub.endpoint(), QUESTIONS[3:], records, tmp_path / "fresh")
     assert len(stub.requests) == 3
     assert len({line["tstamp"] for line in fresh}) == 1
 
@@ -115,7 +113,7 @@ def test_judging_resumes(stub: StubJudge, records: dict[str, list[Record]], tmp_
         (500, {"error": {"message": "out of\nmemory"}}) if len(stub.requests) > 9 else None
     )
     with pytest.raises(JudgeError) as error:
-        judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path, parallel)
+        judge(stub.endpoint(), QUESTIONS, records, tmp_path, parallel)
     assert str(error.value) == (
         f"the judge a/b at {stub.url} failed (500, out of memory); answers and judgments so far are"
         " saved: run the same command again to resume"
@@ -124,7 +122,7 @@ def test_judging_resumes(stub: StubJudge, records: dict[str, list[Record]], tmp_
     assert len(read_jsonl(path)) == len(stub.answered)
     assert len(stub.requests) < 9 + 2 * parallel
     stub.intercept = lambda prompt: None
-    found = judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path, parallel)
+    found = judge(stub.endpoint(), QUESTIONS, records, tmp_path, parallel)
     assert len(stub.answered) == len(set(stub.answered)) == COUNT
     assert [line["answer_id"] for line in found] == [
         record["answer_id"]
@@ -135,7 +133,7 @@ def test_judging_resumes(stub: StubJudge, records: dict[str, list[Record]], tmp_
     content, expected = path.read_bytes(), read_without_times(path)
     for cut in (1, 40, 200):
         path.write_bytes(content[:-cut])
-        judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path)
+        judge(stub.endpoint(), QUESTIONS, records, tmp_path)
         assert stub.answered.pop() == "Q greet A fsd greet"
         assert len(stub.answered) == COUNT
         assert read_without_times(path) == expected
@@ -154,11 +152,11 @@ def test_the_judge_reads_system_prompts_and_earlier_messages(
         for name in ("exact", "fsd")
     }
     systems = ("Talk like a pirate.", "Be brief.")
-    for judge, system in itertools.product((judge_answers, judge_pairs), systems):
+    for reference, system in itertools.product((None, "exact"), systems):
         questions = requested_questions(EvaluationRequest(questions=str(file), system=system))
         asked = len(stub.answered)
         for _ in range(2):
-            judge(stub.endpoint(), questions, records, out)
+            judge(stub.endpoint(), questions, records, out, reference=reference)
             assert len(stub.answered) == asked + 2
         for prompt in stub.answered[asked:]:
             places = [prompt.index(text) for text in (system, "Hi", "Ahoy!", "Q Bye A ")]
@@ -170,13 +168,13 @@ def test_changed_answers_and_prompts_are_judged_again(
 ) -> None:
     """A new answer is judged even if its text is equal, and other methods' judgments are kept."""
     other = {"other": records_of("other")}
-    judge_answers(stub.endpoint(), QUESTIONS, other, tmp_path)
+    judge(stub.endpoint(), QUESTIONS, other, tmp_path)
     kept = read_jsonl(single_file(tmp_path))
-    judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path)
+    judge(stub.endpoint(), QUESTIONS, records, tmp_path)
     asked = len(stub.answered)
     records["exact"][0]["answer_id"] = "another"
     changed = [*QUESTIONS[:3], Question(9, "writing", ("hello",))]
-    found = judge_answers(stub.endpoint(), changed, records, tmp_path, parallel=1)
+    found = judge(stub.endpoint(), changed, records, tmp_path, parallel=1)
     assert stub.answered[asked:] == [
         "Q hello A plain greet",
         "Q write A exact write",
@@ -206,7 +204,7 @@ def test_fastchat_reads_the_files(
         "Q write A fsd write": "[[9]]",
     }
     stub.reply_with(lambda prompt: scores.get(prompt, "Rating: [[5]]"))
-    judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path)
+    judge(stub.endpoint(), QUESTIONS, records, tmp_path)
     options = {"bench_name": "mt_bench", "judge_model": "a/b", "model_list": None}
     file = str(single_file(tmp_path))
     display_result_single(argparse.Namespace(input_file=file, **options))
@@ -223,7 +221,7 @@ def test_fastchat_reads_the_files(
     }
     records["plain"] = [{**item, "answer_id": "plain"} for item in records["exact"]]
     stub.prefer("fsd")
-    judge_pairs(stub.endpoint(), QUESTIONS, records, tmp_path)
+    judge(stub.endpoint(), QUESTIONS, records, tmp_path, reference="exact")
     file = str(judgment_file(tmp_path, "a/b", "pair"))
     display_result_pairwise(argparse.Namespace(input_file=file, baseline_model="exact", **options))
     lines = [line.split()[:4] for line in capsys.readouterr().out.splitlines()]
@@ -266,7 +264,7 @@ def test_evaluate_command_resumes_after_a_judge_failure(
 
 def judge_one(endpoint: Endpoint, out: Path) -> Record:
     """Judge a single answer."""
-    (found,) = judge_answers(endpoint, QUESTIONS[3:], {"exact": records_of("exact")}, out)
+    (found,) = judge(endpoint, QUESTIONS[3:], {"exact": records_of("exact")}, out)
     return found
 
 
@@ -316,13 +314,13 @@ def test_a_transient_failure_is_retried(
 _PROGRAM = """
 import json, sys
 
-from eagle_fsd.evaluation.judge.judging import judge_answers
+from eagle_fsd.evaluation.judge.judging import judge
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.utils.chat_api import Endpoint
 
 url, out, answers = sys.argv[1:]
 questions = [Question(at, "w", (f"question {at}",)) for at in range(9)]
-judge_answers(Endpoint(url, "a/b"), questions, {"exact": json.loads(answers)}, out)
+judge(Endpoint(url, "a/b"), questions, {"exact": json.loads(answers)}, out)
 """
 
 
@@ -358,6 +356,6 @@ def test_ctrl_c_exits_at_once_and_keeps_the_judgments(stub: StubJudge, tmp_path:
     assert errors.strip().endswith("KeyboardInterrupt")
     assert [line["question_id"] for line in read_jsonl(path)] in ([0, 1], [1, 0])
     count = len(stub.requests)
-    found = judge_answers(stub.endpoint(), questions, {"exact": answers}, tmp_path)
+    found = judge(stub.endpoint(), questions, {"exact": answers}, tmp_path)
     assert [line["question_id"] for line in found] == list(range(9))
     assert len(stub.requests) == count + 7

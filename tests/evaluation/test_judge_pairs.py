@@ -10,7 +10,7 @@ from stub_judge import QUESTIONS, StubJudge, records_of
 from eagle_fsd import OptionsError
 from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.judge.judging import judge_pairs, judgment_file, pair_summary
+from eagle_fsd.evaluation.judge.judging import judge, judgment_file, pair_summary
 from eagle_fsd.evaluation.methods import fsd_method
 from eagle_fsd.evaluation.statistics import loss_bound
 from eagle_fsd.utils.files import read_jsonl
@@ -35,8 +35,14 @@ def test_every_answer_is_compared_in_both_orders(
 ) -> None:
     stub.prefer("fsd")
     seen: list[tuple[int, int]] = []
-    found = judge_pairs(
-        stub.endpoint(), QUESTIONS, answers, tmp_path, 1, lambda *numbers: seen.append(numbers)
+    found = judge(
+        stub.endpoint(),
+        QUESTIONS,
+        answers,
+        tmp_path,
+        parallel=1,
+        progress=lambda *numbers: seen.append(numbers),
+        reference="exact",
     )
     assert seen == [(done, 2 * TURNS) for done in range(1, 2 * TURNS + 1)]
     assert len(stub.requests) == 2 * TURNS  # identical answers need none
@@ -57,7 +63,7 @@ def test_every_answer_is_compared_in_both_orders(
     # A comparison is discarded where an answer changed; the others are resumed.
     asked = len(stub.requests)
     answers["fsd"][3]["choices"][0]["turns"] = ["fsd hello"]
-    again = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
+    again = judge(stub.endpoint(), QUESTIONS, answers, tmp_path, reference="exact")
     assert len(stub.requests) == asked + 2
     assert read_jsonl(judgment_file(tmp_path, "a/b", "pair"))[:-1] == lines[:-1]
     assert again[-1]["g1_user_prompt"] == "Q greet A fsd hello B exact greet"
@@ -77,7 +83,8 @@ def test_outcomes_of_replies(
         ]
     ):
         stub.reply_with(lambda _, reply=reply: reply)
-        found = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path / str(at))
+        folder = tmp_path / str(at)
+        found = judge(stub.endpoint(), QUESTIONS, answers, folder, reference="exact")
         lines = [line for line in found if line["model_1"] == "fsd"]
         assert {(line["g1_winner"], line["g2_winner"]) for line in lines} == {winners}
         tied, unclear = (pair_summary(lines, 0.95)["fsd"][name] for name in ("tied", "unclear"))

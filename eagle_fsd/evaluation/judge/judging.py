@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +29,6 @@ from eagle_fsd.evaluation.judge.prompts import (
     parse_rating,
     parse_winner,
 )
-from eagle_fsd.evaluation.methods import EXACT
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.statistics import loss_bound
 from eagle_fsd.utils.chat_api import ChatClient, Endpoint, EndpointError, map_concurrently
@@ -158,31 +158,47 @@ def _valid_lines(tasks: Sequence[JudgeTask], lines: Sequence[Record]) -> dict[Ha
     return found
 
 
-def judge_answers(
+def judge(
     endpoint: Endpoint,
     questions: Sequence[Question],
     records: Mapping[str, Sequence[Record]],
     out: str | Path,
     parallel: int = 4,
     progress: Callable[[int, int], None] | None = None,
+    reference: str | None = None,
 ) -> list[Record]:
-    """Rate the first two turns of every method's answers, and return the lines, see :func:`ask`."""
-    prompts, judge = JudgePrompts.load(questions), endpoint.model
-    tasks = []
-    for model, found in records.items():
-        for question, turn, answers, (answer_id,) in judged_turns(questions, found):
-            prompt = prompts.fill(question, turn, *answers)
-            fields = {
+    """Rate the first two turns of all answers, or compare them with those of a reference.
+
+    ``records`` include the reference's. Returns the lines, see :func:`ask`; in those of
+    comparisons, ``model_1`` is the method.
+    """
+    prompts, name = JudgePrompts.load(questions), endpoint.model
+    tasks: list[JudgeTask] = []
+    replies: dict[JudgePrompt, Reply] = {}
+    for model in records:
+        if model == reference:
+            continue
+        compared = [model] if reference is None else [model, reference]
+        found = judged_turns(questions, *(records[item] for item in compared))
+        for question, turn, answers, ids in found:
+            # A comparison is made in both orders.
+            filled = tuple(prompts.fill(question, turn, *order) for order in permutations(answers))
+            fields: Record = {
                 "question_id": question.question_id,
-                "model": model,
-                "judge": [judge, prompt.name],
-                "user_prompt": prompt.user,
+                "judge": [name, filled[0].name],
                 "turn": turn,
-                "answer_id": answer_id,
             }
-            tasks.append(JudgeTask(fields, (prompt,), ("judgment",), _rating))
-    file = judgment_file(out, judge, "single")
-    return ask(endpoint, tasks, file, parallel=parallel, progress=progress)
+            if reference is None:
+                fields |= {"model": model, "user_prompt": filled[0].user, "answer_id": ids[0]}
+                tasks.append(JudgeTask(fields, filled, ("judgment",), _rating))
+                continue
+            fields |= {"model_1": model, "model_2": reference, "answer_ids": ids}
+            fields |= {f"g{at}_user_prompt": prompt.user for at, prompt in enumerate(filled, 1)}
+            if answers[0][:turn] == answers[1][:turn]:
+                replies[filled[0]] = IDENTICAL, 0.0
+            tasks.append(JudgeTask(fields, filled, ("g1_judgment", "g2_judgment"), _winners))
+    file = judgment_file(out, name, "single" if reference is None else "pair")
+    return ask(endpoint, tasks, file, parallel=parallel, progress=progress, replies=replies)
 
 
 def _rating(replies: Sequence[str]) -> Record:
@@ -191,46 +207,6 @@ def _rating(replies: Sequence[str]) -> Record:
 
 #: The reply recorded for identical answers, about which the judge is not asked.
 IDENTICAL = "The answers are identical. [[C]]"
-
-
-def judge_pairs(
-    endpoint: Endpoint,
-    questions: Sequence[Question],
-    records: Mapping[str, Sequence[Record]],
-    out: str | Path,
-    parallel: int = 4,
-    progress: Callable[[int, int], None] | None = None,
-    reference: str = EXACT.name,
-) -> list[Record]:
-    """Compare the first two turns of all answers with those of a reference, see :func:`ask`.
-
-    ``records`` include the reference's. Returns the lines, in which ``model_1`` is the method.
-    """
-    prompts, judge = JudgePrompts.load(questions), endpoint.model
-    tasks, replies = [], {}
-    for model in records:
-        if model == reference:
-            continue
-        pairs = judged_turns(questions, records[model], records[reference])
-        for question, turn, (own, other), ids in pairs:
-            first = prompts.fill(question, turn, own, other)
-            second = prompts.fill(question, turn, other, own)
-            fields = {
-                "question_id": question.question_id,
-                "model_1": model,
-                "model_2": reference,
-                "judge": [judge, first.name],
-                "g1_user_prompt": first.user,
-                "g2_user_prompt": second.user,
-                "turn": turn,
-                "answer_ids": ids,
-            }
-            if own[:turn] == other[:turn]:
-                replies[first] = IDENTICAL, 0.0
-            names = ("g1_judgment", "g2_judgment")
-            tasks.append(JudgeTask(fields, (first, second), names, _winners))
-    file = judgment_file(out, judge, "pair")
-    return ask(endpoint, tasks, file, parallel=parallel, progress=progress, replies=replies)
 
 
 def _winners(replies: Sequence[str]) -> Record:
