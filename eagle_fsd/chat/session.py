@@ -26,6 +26,7 @@ from eagle_fsd.model.request import Answer, PromptDecodeOptions
 from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.model.step import TokenDetail
 from eagle_fsd.utils.chat_templates import Chat, ChatTemplate, encode_prompt
+from eagle_fsd.utils.detokenization import special_tokens
 
 #: Minimum number of tokens to leave for an answer; older messages are dropped to make room.
 MIN_ANSWER_TOKENS = 64
@@ -124,6 +125,8 @@ class ChatAnswer:
             )
         self._model, self._request = model, request
         self._end_tokens = {*request.stop_token_ids}
+        if request.stop:
+            self._end_tokens.update(special_tokens(model.tokenizer, request.stop).values())
         if not request.ignore_eos:
             self._end_tokens.update(model.eos_token_ids)
         self._stream = TextStream(model.tokenizer, request.stop)

@@ -126,7 +126,9 @@ class TerminalSession(ABC):
         owner = self.owners.get(part)
         if owner is None:
             return None
-        config: Options = getattr(owner, part)
+        config: Options = (
+            owner.tree_for(owner.acceptance) if part == "tree" else getattr(owner, part)
+        )
         if value:
             try:
                 given = type(config).model_validate({name: value})

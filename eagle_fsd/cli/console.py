@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from eagle_fsd.utils.progress import Progress, no_progress
-from eagle_fsd.utils.text import one_line
+from eagle_fsd.utils.text import escape_control_chars, one_line
 
 # Names of folders, models and categories may contain brackets, which are rich's markup.
 out = Console(highlight=False, markup=False)
@@ -24,6 +24,14 @@ def fail(message: str | BaseException, status: int) -> NoReturn:
     """Print an error as one line and exit."""
     err.print(f"error: {one_line(message)}", soft_wrap=True)
     raise SystemExit(status)
+
+
+def print_text(text: str, style: str = "") -> None:
+    """Print a text as it is, without a line end; a terminal gets no control characters."""
+    from rich.segment import Segment, Segments  # rich's Text replaces tabs by spaces
+
+    text = escape_control_chars(text) if out.is_terminal else text
+    out.print(Segments([Segment(text, out.get_style(style))]), soft_wrap=True)
 
 
 def print_json(value: Any) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 from pydantic import Field
-from rich.text import Text
 
-from eagle_fsd.cli.console import err, out, print_json
+from eagle_fsd.cli.console import err, out, print_json, print_text
 from eagle_fsd.cli.options import (
     AcceptanceOptions,
     Json,
@@ -23,9 +22,11 @@ from eagle_fsd.cli.parsing import options
 from eagle_fsd.cli.processes import joined, read_prompt
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig, settings_dict
 from eagle_fsd.utils.options import OptionsError
-from eagle_fsd.utils.text import escape_control_chars
+from eagle_fsd.utils.text import before_stop
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
@@ -38,6 +39,17 @@ if TYPE_CHECKING:
 MIN_STEPS = 16
 #: Tokens that are decoded to see why FSD accepts nothing.
 PROBED_TOKENS = 64
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt's tokens, ``[1, S]``, and what ends its answer in addition to the target's tokens.
+
+    ``ends`` are arguments of ``generate``; the text ends before one of the strings ``stop``.
+    """
+
+    ids: Tensor
+    ends: dict[str, Any]
+    stop: Sequence[str]
 
 
 class GenerateConfig(SamplingConfig):
@@ -89,48 +101,56 @@ def generate(
             from eagle_fsd.model.default_tree import fit_tree
 
             fit_tree(model)
-        ids = _encode(text, model.tokenizer, pair.chat_template, raw).to(model.target.device)
+        encoded = _encode(text, model, pair.chat_template, raw)
         method = "ar" if plain else "fsd"
         if config.num_beams > 1:
-            _print_best(model, ids, config, method=method, as_json=as_json)
+            _print_best(model, encoded, config, method=method, as_json=as_json)
         else:
             stats = _print_stream(
-                model, ids, config, method=method, colored=show_origins, as_json=as_json
+                model, encoded, config, method=method, colored=show_origins, as_json=as_json
             )
             slower = stats.slower_than_plain
             if speedup and stats.tokens:
-                slower = _print_speedup(model, ids, config, stats) < 1.0
-                _print_closed_gate(model, ids)
+                slower = _print_speedup(model, encoded.ids, config, stats) < 1.0
+                _print_closed_gate(model, encoded.ids)
             if slower and stats.steps >= MIN_STEPS and not as_json:
                 _print_advice(stats)
 
 
 def _print_stream(
-    model: EagleFSD, ids: Tensor, config: GenerateConfig, method: str, colored: bool, as_json: bool
+    model: EagleFSD,
+    encoded: EncodedPrompt,
+    config: GenerateConfig,
+    method: str,
+    colored: bool,
+    as_json: bool,
 ) -> DecodeStats:
     """Print the answer as it is decoded, or all of it as JSON; return its statistics."""
+    ids = encoded.ids
     generation = model.stream(
         ids,
         ids.new_ones(ids.shape),
         max_new_tokens=config.max_new_tokens,
         sampling=_sampling(config),
         method=method,
+        **encoded.ends,
     )
     interrupted = True
     with contextlib.suppress(KeyboardInterrupt):  # until the answer so far is printed
         if as_json:
             generation.finish()
         else:
-            _print_answer(generation, model.tokenizer, colored)
+            _print_answer(generation, model.tokenizer, encoded.stop, colored)
         interrupted = False
     answer = generation.output()
     stats = answer.stats
     if as_json:
         tokens = answer.sequences[0, ids.shape[1] :].tolist()
+        text = str(model.tokenizer.decode(tokens, skip_special_tokens=True))
         tree = model.tree_for(model.acceptance)
         print_json(
             {
-                "text": model.tokenizer.decode(tokens, skip_special_tokens=True),
+                "text": before_stop(text, encoded.stop),
                 "tokens": tokens,
                 "origins": answer.origins[0].tolist(),
                 "stats": stats.as_dict(),
@@ -202,20 +222,24 @@ def _print_closed_gate(model: EagleFSD, ids: Tensor) -> None:
 
 
 def _print_best(
-    model: EagleFSD, ids: Tensor, config: GenerateConfig, method: str, as_json: bool
+    model: EagleFSD, encoded: EncodedPrompt, config: GenerateConfig, method: str, as_json: bool
 ) -> None:
     """Print the best hypothesis of a beam search; as JSON, all of them."""
-    beams = config.num_beams
+    ids, beams = encoded.ids, config.num_beams
     found = model.beam_search(
         ids,
         ids.new_ones(ids.shape),
         max_new_tokens=config.max_new_tokens,
         num_beams=beams,
         num_return_sequences=beams,
+        eos_token_id=encoded.ends.get("eos_token_id"),
         method=method,
     )
     new = found.sequences[:, ids.shape[1] :]
-    texts = model.tokenizer.batch_decode(new, skip_special_tokens=True)
+    texts = [
+        before_stop(text, encoded.stop)
+        for text in model.tokenizer.batch_decode(new, skip_special_tokens=True)
+    ]
     if as_json:
         print_json(
             {
@@ -228,7 +252,8 @@ def _print_best(
             }
         )
         return
-    out.print(Text(escape_control_chars(texts[0]) if out.is_terminal else texts[0]), soft_wrap=True)
+    print_text(texts[0])
+    out.print()
     err.print(
         f"score {float(found.scores[0]):.4f} with {beams} beams;"
         f" {found.stats.tokens} steps in {found.stats.steps} target passes:"
@@ -238,36 +263,38 @@ def _print_best(
     )
 
 
-def _encode(
-    text: str, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, raw: bool
-) -> Tensor:
+def _encode(text: str, model: EagleFSD, chat_template: str | None, raw: bool) -> EncodedPrompt:
     """Tokenize a prompt, as a chat unless ``raw`` is set or there is no chat template."""
+    from eagle_fsd.evaluation.completion import answer_ends
     from eagle_fsd.utils.chat_templates import encode_prompt, load_chat_template
 
+    tokenizer, device = model.tokenizer, model.target.device
     if raw or (chat_template is None and tokenizer.chat_template is None):
-        ids: Tensor = tokenizer(text, return_tensors="pt").input_ids
-        return ids
+        return EncodedPrompt(tokenizer(text, return_tensors="pt").input_ids.to(device), {}, ())
     template = load_chat_template(tokenizer, chat_template)
-    return encode_prompt([{"role": "user", "content": text}], tokenizer, template)
+    ids = encode_prompt([{"role": "user", "content": text}], tokenizer, template)
+    return EncodedPrompt(ids.to(device), answer_ends(model, template), template.stop)
 
 
 def _print_answer(
-    generation: Generation, tokenizer: PreTrainedTokenizerBase, show_origins: bool
+    generation: Generation,
+    tokenizer: PreTrainedTokenizerBase,
+    stop: Sequence[str],
+    show_origins: bool,
 ) -> None:
     """Print tokens as they are decoded, colored by origin on request."""
-    from eagle_fsd.model.verify import Origin
-    from eagle_fsd.utils.detokenization import IncrementalDetokenizer
+    from eagle_fsd.chat.text import TextStream
     from eagle_fsd.utils.terminal import ORIGIN_STYLES, origin_legend
 
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    stream = TextStream(tokenizer, stop)
     try:
         for chunk in generation:
-            for token, origin in zip(chunk.tokens, chunk.origins, strict=True):
-                text = detokenizer.step(token)
-                if out.is_terminal:
-                    text = escape_control_chars(text)
-                style = ORIGIN_STYLES[Origin(origin).name.lower()] if show_origins else ""
-                out.print(Text(text, style), end="", soft_wrap=True)
+            pieces = stream.push(chunk.tokens, chunk.origins)
+            if chunk.finished:
+                pieces += stream.flush()
+            for piece in pieces:
+                style = ORIGIN_STYLES[piece.origin.name.lower()] if show_origins else ""
+                print_text(piece.text, style)
     finally:
         out.print()
         if show_origins:

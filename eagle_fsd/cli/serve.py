@@ -71,7 +71,7 @@ def _check_origin(url: str) -> str:
     origin = url.rstrip("/").lower()
     if not re.fullmatch(r"https?://[^/?#@*\s]+", origin):
         raise ValueError(f"--allowed-origins must be URLs such as https://chat.example; got {url}")
-    return origin
+    return origin.removesuffix(":80" if origin.startswith("http:") else ":443")
 
 
 def _check_host(name: str) -> str:

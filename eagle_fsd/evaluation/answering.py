@@ -32,6 +32,7 @@ from eagle_fsd.model.target import Target
 from eagle_fsd.model.verify import AcceptanceRule, Origin
 from eagle_fsd.utils.chat_templates import ChatTemplate, encode_prompt
 from eagle_fsd.utils.progress import Progress
+from eagle_fsd.utils.text import before_stop
 
 #: Maximum number of positions whose distributions are in memory at once.
 LIKELIHOOD_CHUNK = 512
@@ -355,7 +356,7 @@ class PairAnswerer(Answerer[Method]):
         """Return the turn that an answer is, whose text ends before a stop string."""
         tokens, (accepted,) = answer.tokens, answer.stats.accepted
         text = str(self.model.tokenizer.decode(tokens, skip_special_tokens=True))
-        ends = [text.index(item) for item in self.chat_template.stop if item in text]
+        shown = before_stop(text, self.chat_template.stop)
         ended = bool(tokens) and tokens[-1] in self.ends["eos_token_id"]
         passes: int | None = len(accepted)
         if method.decoder == "hf":  # assisted generation takes an unknown number of passes
@@ -367,10 +368,10 @@ class PairAnswerer(Answerer[Method]):
             accepted=accepted,
             origins=answer.origins,
             phases=answer.stats.seconds,
-            text=text[: min(ends, default=len(text))].strip(),
+            text=shown.strip(),
             new_tokens=len(tokens),
             seconds=seconds,
-            cut_off=not ended and not ends,
+            cut_off=not ended and shown == text,
         )
 
 

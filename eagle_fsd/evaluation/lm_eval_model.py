@@ -34,6 +34,7 @@ from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.request import Prompt
 from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.utils.chat_templates import FastChatTemplate
+from eagle_fsd.utils.detokenization import special_tokens
 from eagle_fsd.utils.options import OptionsError
 
 #: Name of the model in the harness.
@@ -162,10 +163,9 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
         if template is not None:
             eos += template.stop_token_ids
             stop |= set(template.stop)
-        # Answers are decoded without special tokens, so these end them as tokens.
-        added = self.tokenizer.added_tokens_decoder
-        eos += [token for token, item in added.items() if item.special and item.content in stop]
-        strings = sorted(stop - {item.content for item in added.values() if item.special} - {""})
+        special = special_tokens(self.tokenizer, stop)
+        eos += special.values()
+        strings = sorted(stop - special.keys() - {""})
         acceptance = pair.acceptance.updated(**options.pop("fsd", {}))
         (ids,), _ = self.tok_batch_encode(
             [context], left_truncate_len=self.max_length - limit, truncation=self.truncation

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
@@ -17,6 +19,12 @@ def fast_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
         raise ValueError(f"streaming needs a fast tokenizer; {type(tokenizer).__name__} is not one")
     backend: Tokenizer = tokenizer.backend_tokenizer
     return backend
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase, texts: Collection[str]) -> dict[str, int]:
+    """Return those of the texts that are special tokens, which do not occur in decoded text."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {item.content: token for token, item in added if item.special and item.content in texts}
 
 
 class IncrementalDetokenizer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 #: Replacements of control characters, by code point. Newlines and tabs are kept, carriage returns
 #: are removed, and the 8-bit control characters become U+FFFD.
 _CONTROL_PICTURES: dict[int, int | None] = {
@@ -19,6 +21,11 @@ def one_line(message: str | BaseException) -> str:
     """
     text = " ".join(str(message).split())
     return text if text or isinstance(message, str) else type(message).__name__
+
+
+def before_stop(text: str, stop: Iterable[str]) -> str:
+    """Return a text up to the first of the stop strings."""
+    return min((text.split(item, 1)[0] for item in stop if item), key=len, default=text)
 
 
 def escape_control_chars(text: str) -> str:

@@ -175,6 +175,7 @@ def test_messages_of_all_roles_and_forms(backend: StandIn) -> None:
         {"role": "user", "content": parts},
         {"role": "system", "content": "one"},
         {"role": "assistant", "content": "c", "refusal": None, "tool_calls": [], "annotations": []},
+        {"role": "assistant", "content": "d", "parsed": {"a": 1}},  # by OpenAI's client
         {"role": "developer", "content": "two"},
         {"role": "user", "content": "", "name": "Mia"},
         {"role": "assistant", "content": None, "reasoning_content": "I think."},
@@ -186,6 +187,7 @@ def test_messages_of_all_roles_and_forms(backend: StandIn) -> None:
         {"role": "system", "content": "one\n\ntwo"},
         {"role": "user", "content": "a\nb\x01"},
         {"role": "assistant", "content": "c"},
+        {"role": "assistant", "content": "d"},
         {"role": "user", "content": "", "name": "Mia"},
         {"role": "assistant", "content": "", "reasoning_content": "I think."},
     ]

@@ -75,6 +75,14 @@ def test_completions_and_stop_strings(model: EagleFSD, client: openai.OpenAI) ->
     stopped = client.completions.create(prompt=prompt, stop=[word, "never"], **options)
     assert stopped.choices[0].text == text[: text.index(word)]
     assert stopped.choices[0].finish_reason == "stop"
+    # A stop string that is a special token ends an answer, in whose text it does not occur.
+    end = model.tokenizer.decode(model.eos_token_ids[0])
+    answer, again = (
+        ask(client, extra_body={**EXACT, **options}).choices[0]
+        for options in ({}, {"ignore_eos": True, "stop": end})
+    )
+    assert answer == again
+    assert answer.finish_reason == "stop"
 
 
 def test_seeded_choices_differ_and_repeat(client: openai.OpenAI) -> None:

@@ -103,7 +103,7 @@ def test_values_that_never_match_are_errors(started: list[Any], run: Run) -> Non
         assert value in errors
     assert not started
     hosts = ("--trusted-hosts", "chat.example", "--trusted-hosts", "[::2]")
-    assert run("serve", "--allowed-origins", "https://Chat.example/", *hosts)[0] == 0
+    assert run("serve", "--allowed-origins", "https://Chat.example:443/", *hosts)[0] == 0
     access = started.pop().access
     assert access.origins == ("https://chat.example",)
     assert access.hosts == ("chat.example", "::2", "127.0.0.1")

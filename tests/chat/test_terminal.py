@@ -142,6 +142,15 @@ def test_commands_set_options(model: EagleFSD, session: ChatSession, talk: Talk)
     assert printed.count("Assistant: ") == 2
 
 
+def test_commands_change_the_tree_that_decodes(
+    model: EagleFSD, session: ChatSession, talk: Talk
+) -> None:
+    """Lossless answers may have a tree of their own."""
+    model.exact_tree = model.tree.updated(depth=4, total_tokens=11)
+    _, noted = talk("!!depth", "!!total-tokens 9", "!!depth")
+    assert noted.splitlines()[1:] == ["depth is 4", "total-tokens is 9", "depth is 4"]
+
+
 def test_fastchat_commands(model: EagleFSD, talk: Talk, tmp_path: Path) -> None:
     first = answer_to(model, "Hello!")
     file = tmp_path / "chat"

@@ -151,8 +151,10 @@ def test_required_and_named_tools_are_called(client: openai.OpenAI) -> None:
 
 def test_prompts_show_tools_calls_and_results(tool_server: APIThread) -> None:
     client, http = tool_server.client(), tool_server.http
-    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
-    call = {"id": "call_1", "type": "function", "function": function}
+    function: dict[str, Any] = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    # OpenAI's client adds two fields to the messages that it returns.
+    function["parsed_arguments"] = {"city": "Rome"}
+    call = {"id": "call_1", "type": "function", "function": function, "index": 0}
     messages = [
         *HELLO,
         {"role": "assistant", "tool_calls": [call]},

@@ -14,6 +14,7 @@ import pytest
 
 from eagle_fsd import EagleFSD, EagleHead
 from eagle_fsd.bundled import BUNDLED_DRAFTERS, BUNDLED_HEAD, BUNDLED_TARGET, SMOLLM2_HEADS
+from eagle_fsd.cli.console import print_text
 from eagle_fsd.model.checkpoint import save_head
 from eagle_fsd.model.config import PairOptions
 from eagle_fsd.model.loading import load_target
@@ -48,6 +49,12 @@ def test_answer_is_printed_with_statistics(run: Run) -> None:
         assert (status, "--plain excludes --settings, tree" in err) == (2, True)
 
 
+def test_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("all:\n\tcc", " a.c\r\n"):
+        print_text(text, "red")
+    assert capsys.readouterr().out == "all:\n\tcc a.c\r\n"
+
+
 def test_interrupted_answer_is_printed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(generation: Any, *_: Any) -> None:
         next(iter(generation))
@@ -73,6 +80,11 @@ def test_prompts(run: Run, model: EagleFSD, monkeypatch: pytest.MonkeyPatch) -> 
     ids = model.tokenizer("Mia has", return_tensors="pt").input_ids
     continued = model.generate(ids, max_new_tokens=5, threshold=0.0).sequences[0, ids.shape[1] :]
     assert generated(run, "--raw", *options, "Mia has")["tokens"] == continued.tolist()
+    # The answer ends at the stop string of the template, which is "###".
+    template = ("--conv-template", "one_shot", "--threshold", 0, QUESTION)
+    short = generated(run, *template)
+    assert model.tokenizer.decode(short["tokens"]) == short["text"] + "####"
+    assert run("generate", *template)[1].strip() == short["text"].strip()
     other = generated(run, "--conv-template", "vicuna_v1.1", *options, QUESTION)
     assert other["stats"]["prefilled"] > expected["stats"]["prefilled"]
     options = ("--threshold", 0, "--temperature", 2, "--max-new-tokens", 12, QUESTION)

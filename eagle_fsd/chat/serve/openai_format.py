@@ -154,6 +154,7 @@ class Message(Body):
     tool_calls: list[ToolCall] = Field(default=[])
     tool_call_id: str | None = None
     annotations: list[Any] = Field(default=[], max_length=0)
+    parsed: Any = Field(default=None, description="Ignored; OpenAI's client adds it.")
 
     @model_validator(mode="before")
     @classmethod

@@ -75,6 +75,7 @@ class FunctionCall(Body):
 
     name: str
     arguments: str = Field(description="A JSON object.")
+    parsed_arguments: Any = Field(default=None, description="Ignored; OpenAI's client adds it.")
 
     @field_validator("arguments")
     @classmethod
@@ -94,6 +95,7 @@ class ToolCall(Body):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: int | None = Field(default=None, description="Ignored; OpenAI's client adds it.")
 
     def for_template(self) -> dict[str, Any]:
         """Return the call as chat templates expect it, with arguments as an object."""
