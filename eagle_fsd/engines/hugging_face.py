@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
 from eagle_fsd.model.config import SETTINGS_FILE, Settings, read_settings
 from eagle_fsd.model.custom_generate import caller_argument
@@ -90,6 +90,12 @@ def generate(model: PreTrainedModel, **arguments: Any) -> Tensor:
     decode: Any = pairs[repository].custom_generate
     if (streamer := arguments.pop("streamer", None)) is not None:  # transformers drops it
         decode = functools.partial(decode, streamer=streamer)
+    # transformers drops the tokenizer, too, which strings need.
+    tokenizer, strings = (arguments.pop(name, None) for name in ("tokenizer", "stop_strings"))
+    if strings is not None:
+        criteria = [*(arguments.get("stopping_criteria") or ())]
+        criteria.append(StopStringCriteria(tokenizer, strings))
+        arguments["stopping_criteria"] = StoppingCriteriaList(criteria)
     transformers_generate: Any = model.generate
     found: Tensor = transformers_generate(custom_generate=decode, **arguments)
     return found

@@ -355,9 +355,11 @@ class Batch:
         return self._options.pool.clear() and rows <= engine.fitting_rows(length)
 
     def _engine(self, request: Request) -> Engine:
+        engine, busy = self._engines.get(request.engine_key), set(self._places.values())
+        if engine is not None and engine not in busy and self._is_oversized(engine, request):
+            self._drop_engines([request.engine_key])
         engine = self._engines.pop(request.engine_key, None)
         if engine is None:
-            busy = set(self._places.values())
             idle = [key for key, other in self._engines.items() if other not in busy]
             unused = idle[: len(idle) + 1 - MAX_IDLE_ENGINES]  # the least recently used
             for dropped in self._drop_engines(unused):
@@ -369,6 +371,17 @@ class Batch:
                     engine.reserve(min(self.max_rows, fitting), self._max_length)
         self._engines[request.engine_key] = engine
         return engine
+
+    def _is_oversized(self, engine: Engine, request: Request) -> bool:
+        """Whether rows are so long, for earlier requests, that the batch cannot become full."""
+        rows, length = engine.reserved
+        return (
+            self._max_length is None
+            and self._options.caches is None
+            and rows < self.max_rows
+            and length > 2 * request.max_length
+            and engine.fitting_rows(length) < self.max_rows
+        )
 
     def _remove(self, engine: Engine, answers: Sequence[Answer]) -> None:
         """Remove answers from an engine."""

@@ -69,7 +69,7 @@ def compiled(
     is used.
     """
     if module is None:
-        return _compile_once(function)
+        return _compile_once(function) if trace else function
     versions = _versions.setdefault(module, (None, {}))[1]
     if function not in versions:
         if not trace:

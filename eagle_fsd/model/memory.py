@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-import psutil
 import torch
 
 from eagle_fsd.model.cache import Layout
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.target import Target
+from eagle_fsd.utils.host_memory import host_memory
 
 #: Share of the free memory that rows may take; allocators lose some of the rest.
 USABLE_SHARE = 0.9
@@ -35,7 +35,7 @@ def free_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         # What torch holds without using it is free, too.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(psutil.virtual_memory().available)
+    return host_memory().available
 
 
 def row_bytes(

@@ -12,11 +12,12 @@ import platform
 import threading
 from dataclasses import dataclass
 
-import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from eagle_fsd.utils.host_memory import host_memory
 
 #: Minimum number of values of a weight, and maximum number of tokens, for which packing pays.
 MIN_VALUES, MAX_TOKENS = 2**19, 64
@@ -104,7 +105,7 @@ def _can_pack(weight: Tensor) -> bool:
         type(weight) in (Tensor, nn.Parameter)
         and weight.is_contiguous()
         and not weight.is_inference()
-        and packed_bytes() + 4 * weight.numel() <= MEMORY_SHARE * psutil.virtual_memory().total
+        and packed_bytes() + 4 * weight.numel() <= MEMORY_SHARE * host_memory().total
     )
 
 

@@ -120,6 +120,7 @@ class EagleFSD:
         self.capture = True
         self._pool = EnginePool()
         self._name: str | None = None
+        self._reduced = False  # by `draft_vocabulary`, which settings do not state
         self._tokenizer_options: dict[str, Any] = {}
         if tokenizer is not None:
             self.tokenizer = tokenizer
@@ -214,13 +215,11 @@ class EagleFSD:
         elif draft_vocabulary is not None:
             raise TypeError("draft_vocabulary cannot be set on a drafter that is already loaded")
         model = cls(target, drafter)
-        model._name = name
+        model._name, model._reduced = name, draft_vocabulary is not None
         own = {key: target_options[key] for key in TOKENIZER_OPTIONS if key in target_options}
         model._tokenizer_options = {"token": token, **own}
         model.compile = compile
         model.configure(from_file)
-        if draft_vocabulary is not None:  # settings do not say which one they were calibrated with
-            model._certified = None
         shape = {"total_tokens": total_tokens, "depth": depth, "top_k": top_k}
         if tree is not None or any(value is not None for value in shape.values()):
             model.tree = override(model.tree, "tree", tree, **shape)
@@ -277,7 +276,7 @@ class EagleFSD:
         Args:
             acceptance: The acceptance options.
         """
-        if self._certified is None:
+        if self._certified is None or self._reduced:
             return None
         options, tree, certificate = self._certified
         same = (acceptance, self.tree) == (options, tree) and certificate.decoder == "eagle-fsd"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -79,6 +80,7 @@ def uniform(keys: Tensor, purpose: Purpose) -> Tensor:
     return _shifted(mix(mix(keys) + int(purpose) + 1), 11).double() * 2.0**-53
 
 
+@lru_cache(maxsize=4)
 def seed_keys(seed: int, rows: int) -> Tensor:
     """Return ``[B]`` keys of answers without tokens, which do not depend on the number of rows."""
     generator = torch.Generator().manual_seed(seed)

@@ -186,7 +186,8 @@ class Request:
         self, ids: Tensor, tokens: list[int], limit: int, row: int = 0, rows: int = 1
     ) -> Request:
         """Return this request for one of the prompts of its call, whose seed is :attr:`key`."""
-        key = 0 if self.decision.sampler.greedy else int(seed_keys(self.key, row + 1)[row])
+        greedy = self.decision.sampler.greedy
+        key = 0 if greedy else int(seed_keys(self.key, 1 << row.bit_length())[row])
         return replace(
             self, ids=ids, tokens=tokens, max_new_tokens=limit, key=key, row=row, rows=rows
         )
@@ -297,6 +298,7 @@ class Answer:
         self.prefilled = 0  # prompt tokens that were processed, without those that were cached
         self.prefix: Prefix | None = None  # the row's tokens for processors that read them
         self.rule_state: Tensor | None = None  # to resume from; None: fresh
+        self._ids: Tensor | None = None  # prompt and new tokens, for stopping criteria
 
     @property
     def key(self) -> int:
@@ -337,9 +339,13 @@ class Answer:
         request = self.request
         if not request.criteria:
             return False
-        ids = torch.cat([request.ids, request.ids.new_tensor(self.tokens)])
+        first, count = len(request.ids), len(self.tokens)
+        if self._ids is None:
+            self._ids = request.ids.new_empty(first + request.max_new_tokens)
+            self._ids[:first] = request.ids
+        self._ids[first + count - 1] = self.tokens[-1]
         try:
-            return bool(request.criteria(ids[None], None).any())
+            return bool(request.criteria(self._ids[None, : first + count], None).any())
         except Exception as error:  # of any kind: other answers continue
             self.error = error
             return True

@@ -53,6 +53,8 @@ def test_a_repository_decodes_with_its_drafter(
     streamed = generate(**trusted, threshold=1.0, streamer=TextStreamer(tokenizer))
     assert torch.equal(streamed, loose)
     assert "Mia" in capsys.readouterr().out
+    stop = {"stop_strings": ["4"], "tokenizer": tokenizer}
+    assert torch.equal(generate(**trusted, threshold=0.0, **stop), generate(**stop))
 
 
 def test_the_card_names_target_settings_and_certificate(run: Run, tmp_path: Path) -> None:

@@ -319,6 +319,23 @@ def test_batch_is_limited_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_long_rows_do_not_stay_where_they_limit_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a long request has ended, as many short ones are decoded at once as fit."""
+    pair = aligned_pair()
+    pair.generate(prompt(4), max_new_tokens=4)
+    row = Engine(pair.target, pair.drafter, pair.tree).row_bytes(240)
+    free = int(1.5 * row.total() / memory.USABLE_SHARE)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: free)
+    batch, most = pair.batch(4), 0
+    for length, count in ((200, 1), (10, 4)):
+        for number in range(count):
+            batch.add(pair.request(prompt(length, number)[0], 30))
+        while len(batch):
+            batch.step()
+            most = max(most, batch.rows)
+    assert most == 4
+
+
 def test_memory_of_a_row_includes_the_distributions_of_its_draft() -> None:
     """There is one for every node that a head expands, or below which n-grams may have followed."""
     shared, tree = aligned_pair(cycle=8), TreeConfig(total_tokens=30, top_k=8, depth=1)

@@ -115,6 +115,10 @@ def test_unusable_files_are_reported_in_one_line(tmp_path: Path, cache: Path) ->
             r"RoPE scaling \(by factors\) is not read",
             lambda: write_gguf(broken, tensors={"rope_freqs.weight": np.ones(4, "f4") * 3}),
         ),
+        (
+            r"RoPE scaling \(longrope\) is not read",
+            lambda: write_gguf(broken, tensors={"rope_factors_long.weight": np.ones(4, "f4")}),
+        ),
         ("one of 3 parts", lambda: write_gguf(broken, metadata={"split.count": 3})),
     ]
     for message, write in cases:
