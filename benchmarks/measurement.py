@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import scipy.stats
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -514,7 +515,8 @@ def mean_ratio(name: str, above: Sequence[float], below: Sequence[float]) -> dic
     """Return the geometric mean of ratios by its name, and its 95% interval."""
     logs = [math.log(a / b) for a, b in zip(above, below, strict=True)]
     mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
-    interval = [math.exp(mean - 1.96 * error), math.exp(mean + 1.96 * error)]
+    error *= float(scipy.stats.t.ppf(0.975, len(logs) - 1))
+    interval = [math.exp(mean - error), math.exp(mean + error)]
     return {name: math.exp(mean), f"{name}_interval": interval}
 
 

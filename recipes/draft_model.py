@@ -90,7 +90,7 @@ def train_draft_model(config: DraftModelConfig, target: Path, work: Path, out: P
         ),
         RegenerateConfig(temperature=1.0, batch_size=64, max_new_tokens=400),
     )
-    loaded = LoadedTarget.load(TargetOptions(target=target, dtype="float32"))
+    loaded = LoadedTarget.load(TargetOptions(target=target, dtype="float32"), "cpu")
     teacher = loaded.target.model
     assert isinstance(teacher, LlamaForCausalLM)
     data = loaded.open_chats(answers)

@@ -40,6 +40,7 @@ import torch
 from eagle_fsd.bundled import BUNDLED, SMOLLM2_HEADS
 from eagle_fsd.cli.console import progress
 from eagle_fsd.cli.train import WritingProgress
+from eagle_fsd.model.config import SETTINGS_FILE
 from eagle_fsd.model.gguf import locate_model
 from eagle_fsd.model.loading import load_tokenizer
 from eagle_fsd.train.chat_file import Chat
@@ -370,6 +371,8 @@ class Recipe:
         lines += ["| decoding | tree | tau |", "|---|---|---|"]
         lines.append(f"| exact | {describe_tree(row)} | {row['tau']:.2f} |")
         card = _CARD.replace("{kind}", name.upper().replace("EAGLE", "EAGLE-"))
+        tuned = (self.head(name) / SETTINGS_FILE).exists()
+        card = card.replace("{settings_note}", _TUNED if tuned else _NOT_TUNED)
         write_card(self.head(name), card, "\n".join(lines), len(self._split_chats()[1]))
 
     def measure_curve(self) -> None:
@@ -529,6 +532,10 @@ def main() -> None:
         recipe.run(stage)
 
 
+_TUNED = """An `fsd.json` beside it holds the settings
+that `from_pretrained` uses by default."""
+_NOT_TUNED = """It has no settings: decoding is
+lossless unless a threshold is set."""
 _CARD = """---
 license: apache-2.0
 base_model: HuggingFaceTB/SmolLM2-135M-Instruct
@@ -537,8 +544,7 @@ base_model: HuggingFaceTB/SmolLM2-135M-Instruct
 # {kind} draft head of SmolLM2-135M-Instruct
 
 A head with {parameters} M parameters that drafts {settings[draft_vocab_size]} of the target's
-49,152 tokens. Its embedding is the target's. An `fsd.json` beside it holds the settings
-that `from_pretrained` uses by default.
+49,152 tokens. Its embedding is the target's. {settings_note}
 
 Trained by `python -m recipes.smollm2` on {chats} chats that the target wrote; questions of
 MT-bench, Spec-Bench, IFEval and GSM8K's test set are not among them: {steps} steps that read

@@ -192,6 +192,11 @@ class TrainConfig(Options):
             raise ValueError("bias requires head_type eagle")
         return self
 
+    def updated(self, **changes: Any) -> TrainConfig:
+        """See :meth:`Options.updated`; options that were not set keep following ``head_type``."""
+        given = {name: value for name, value in changes.items() if value is not None}
+        return type(self).from_dict({**self.model_dump(exclude_unset=True), **given})
+
     def count_epochs(self, tokens: int) -> int:
         """Return ``epochs``, or the default for chats of so many tokens."""
         if self.epochs is not None:

@@ -228,7 +228,7 @@ def write_features(
     work = (
         _compute_shard(data, target, states, chats=chats, batch_size=batch_size) for chats in own
     )
-    described = 0
+    described, indexed = 0, len(shards)
     while True:
         examples = next(work, None)
         for item in examples or ():
@@ -240,9 +240,13 @@ def write_features(
             return FeatureStore(folder)
         shards = sorted([*shards, *written], key=lambda shard: int(shard["first"]))
         done = sum(len(shard["chats"]) for shard in shards)
-        if state.is_main_process:
-            index = {"made_from": fingerprint, "complete": done == len(data), "shards": shards}
+        complete = done == len(data)
+        # The index grows with the chats: its size times the number of times that it is written
+        # stays proportional to it. An interrupted run recomputes the shards that it lacks.
+        if state.is_main_process and (complete or len(shards) - indexed > len(shards) // 32):
+            index = {"made_from": fingerprint, "complete": complete, "shards": shards}
             atomic_write(folder / INDEX_FILE, json.dumps(index))
+            indexed = len(shards)
         if progress is not None:
             progress(done, len(data))
 

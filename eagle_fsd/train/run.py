@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.self_check import check_target
@@ -40,6 +40,7 @@ from eagle_fsd.train.training_folder import FEATURES, TrainingFolder
 from eagle_fsd.train.validation import can_decode
 from eagle_fsd.train.writing import LocalWriter
 from eagle_fsd.utils.options import OptionsError
+from eagle_fsd.utils.processes import PROCESS_TIMEOUT
 from eagle_fsd.utils.progress import ProgressFactory, no_progress
 
 log = logging.getLogger(__name__)
@@ -185,7 +186,11 @@ def make_accelerator(out: str | Path, cpu: bool = False) -> Accelerator:
             capable = fastest_dtype("cpu") is not None
         precision = "bf16" if capable else "no"
     return Accelerator(
-        mixed_precision=precision, cpu=cpu, log_with="tensorboard", project_dir=str(out)
+        mixed_precision=precision,
+        cpu=cpu,
+        log_with="tensorboard",
+        project_dir=str(out),
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=PROCESS_TIMEOUT)],
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
@@ -70,6 +71,11 @@ def describe_losses(counts: Mapping[str, int]) -> str | None:
     }
     found = ", ".join(f"{counts[name]:,} {verb}" for name, verb in verbs.items() if counts[name])
     return f"of {counts['chats']:,} chats read in all epochs, {found}" if found else None
+
+
+def _leave_process_group(_: int) -> None:
+    """Let the main process alone handle signals to the group, such as Ctrl-C; it ends workers."""
+    os.setsid()
 
 
 class Trainer:
@@ -346,6 +352,7 @@ class Trainer:
             batch_sampler=batches,
             collate_fn=collate,
             num_workers=self.config.workers,
+            worker_init_fn=_leave_process_group,
             pin_memory=on_gpu and self.config.workers > 0,
         )
 

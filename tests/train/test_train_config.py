@@ -131,6 +131,14 @@ def test_command_line_overrides_the_file(
     assert "fc_norm requires head_type eagle3" in refused(*arguments, "--overwrite", status=2)
 
 
+def test_updates_leave_other_options_unset() -> None:
+    """Unset options follow the type of the head, also of a copy."""
+    for config in (TrainConfig(lr=1e-3), TrainConfig().updated(lr=1e-3)):
+        changed = config.updated(head_type="eagle3")
+        assert (changed.lr, changed.feature_weight, changed.unroll) == (1e-3, 0.0, 7)
+        assert config.model_fields_set == {"lr"}
+
+
 #: Keys of recipe.json.
 RECIPE_KEYS = """
 head_type draft_vocab_size fc_norm norm_output norm_before_residual

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from trainings import (
     read_weights,
     run_process,
     same_training,
+    start,
     write_chats,
 )
 
@@ -52,6 +55,24 @@ def test_only_the_first_signal_waits_for_a_checkpoint(
         folders = {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()}
         assert folders == {f"step-{step}" for step in steps}
         assert list(map(signal.getsignal, handled)) == handlers
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_process_group_waits_for_a_checkpoint(
+    target: Path, data: Path, tmp_path: Path
+) -> None:
+    """The processes that load data do not die of it."""
+    out = tmp_path / "out"
+    arguments = command(data, out, target, workers=1, max_steps=1000)
+    program = start(arguments, start_new_session=True)
+    metrics = out / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 5:
+        assert program.poll() is None
+        time.sleep(0.05)
+    os.killpg(program.pid, signal.SIGTERM)
+    _, errors = program.communicate(timeout=60)
+    assert program.returncode == 130, errors
+    assert any((out / "checkpoints").iterdir())
 
 
 # -- two processes ---------------------------------------------------------------------------------
