@@ -60,7 +60,7 @@ OtherAcceptanceOptions = Annotated[
     AcceptanceConfig,
     options(
         "Acceptance",
-        f"{_FROM_FILES} lossless.",
+        "Default: --settings. Those of the drafter's fsd.json do not apply.",
         exclude=("threshold", "divergence", "min_ratio", "rule"),
         show_default=False,
     ),

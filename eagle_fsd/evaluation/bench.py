@@ -6,10 +6,11 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from eagle_fsd.evaluation.config import BenchConfig, BenchGrid, EvaluationRequest, GridConfig
-from eagle_fsd.evaluation.methods import EXACT, PLAIN, fsd_series
+from eagle_fsd.evaluation.methods import EXACT, PLAIN, fsd_series, given_acceptance
 from eagle_fsd.evaluation.runner import Report, evaluate
 from eagle_fsd.model.config import Settings
 from eagle_fsd.utils.options import OptionsError
@@ -39,8 +40,13 @@ def bench(
         raise OptionsError("--out is required when several processes run the benchmark")
     if request.questions == "bundled":
         request = request.updated(count=request.count or DEFAULT_COUNT)
-    series = fsd_series(grid or BenchGrid())
-    methods = [PLAIN, EXACT, *(method for group in series.values() for method in group)]
+    shared = given_acceptance(settings).model_dump(exclude={"rule"})
+    fuzzy = [
+        replace(method, acceptance={**shared, **method.acceptance})
+        for group in fsd_series(grid or BenchGrid()).values()
+        for method in group
+    ]
+    methods = [PLAIN, EXACT, *fuzzy]
     temporary = tempfile.TemporaryDirectory() if request.out is None else nullcontext(request.out)
     with temporary as folder:
         return evaluate(

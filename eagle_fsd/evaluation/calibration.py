@@ -289,6 +289,8 @@ def warn(task: Task) -> None:
     """Log what limits the bound that can be certified, and what it holds for."""
     if few := warn_of_few(task.bounds, task.fresh):
         log.warning("%s", few)
+    if task.request.draft_vocabulary is not None:
+        log.warning("fsd.json cannot state --draft-vocabulary, so it will hold no certificate")
     if task.model.drafter.learns:
         log.warning(
             "the drafter learns from what it decodes: with a threshold above 0, answers depend on"
@@ -333,7 +335,10 @@ def fix_tests(
     rows, fixed = task.rows, read_tests(task.folder, task.bounds)
     task.model.compile = bool(task.request.compile)  # answers are decoded without compilation
     raced = [TreeConfig(**fixed["exact"])] if fixed else trees.exact_trees
-    methods = {item.name: item.method for item in plan}
+    known = {item.name: item.method for item in plan_settings(trees, task.methods)}
+    # Scores can change, as those of a grader that asks a model, so the plan may lack a test.
+    names = dict.fromkeys([*(item.name for item in plan), *(fixed["tests"] if fixed else ())])
+    methods = {name: known[name] for name in names}
     exact, measured = measure_speeds(workload, raced, list(methods.values()), task.progress)
     for name, row in rows.items():
         row |= measured.get(name, dict.fromkeys(SPEED_FIELDS))
@@ -447,7 +452,9 @@ def calibrated_settings(
     values = settings_values(
         model, method.pair_for(model), lossless=lossless, request=task.request, about=about
     )
-    if verdicts and verdicts[-1].certified and method.rule is None:  # which the file cannot hold
+    # The file can hold neither a rule object nor a draft vocabulary.
+    stated = method.rule is None and task.request.draft_vocabulary is None
+    if stated and verdicts and verdicts[-1].certified:
         certificate = certificate_of(
             report,
             verdicts[-1],

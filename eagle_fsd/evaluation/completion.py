@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from datetime import date
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, StopStringCriteria
 
 from eagle_fsd.model.pipeline import EagleFSD
-from eagle_fsd.utils.chat_templates import Chat, ChatTemplate, load_chat_template
+from eagle_fsd.utils.chat_templates import (
+    Chat,
+    ChatTemplate,
+    FastChatTemplate,
+    TokenizerTemplate,
+)
+
+#: The date that chat templates state in evaluations.
+DATE = date(2026, 1, 1)
+#: How a template states the current date, such as ``strftime_now("%d %b %Y")``.
+_NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 
 
 class CompletionTemplate:
@@ -39,16 +51,21 @@ def evaluation_template(
 ) -> ChatTemplate:
     """Return the chat template ``name``, else the tokenizer's, else a completion template.
 
-    Raises ValueError if the last one would be used without ``few_shot``.
+    The tokenizer's states :data:`DATE` instead of the current date: all methods answer the same
+    prompts, also if a run is resumed on another day. Raises ValueError if a completion template
+    would be used without ``few_shot``.
     """
-    if name is None and tokenizer.chat_template is None:
+    if name is not None:
+        return FastChatTemplate(name)
+    if tokenizer.chat_template is None:
         if few_shot is None:
             raise ValueError(
                 "the tokenizer has no chat template; select a FastChat template with"
                 " --conv-template, or set --few-shot for a base model"
             )
         return CompletionTemplate(few_shot)
-    return load_chat_template(tokenizer, name)
+    text = _NOW.sub(lambda found: repr(DATE.strftime(found[2])), tokenizer.get_chat_template())
+    return TokenizerTemplate(tokenizer, {"chat_template": text})
 
 
 def answer_ends(model: EagleFSD, template: ChatTemplate) -> dict[str, Any]:

@@ -19,14 +19,14 @@ from eagle_fsd.model.request import Decision
 from eagle_fsd.model.verify import AcceptanceRule
 from eagle_fsd.utils.options import OptionsError
 
-#: Acceptance settings of EAGLE-2, used by the methods that FSD is compared with.
-EAGLE_ACCEPTANCE: dict[str, Any] = {
+#: Acceptance settings of the rules that FSD is compared with; they share the model's limits.
+RULE_ACCEPTANCE: dict[str, Any] = {
     "threshold": 0.0,
     "fallback": "exact",
     "selection": "longest",
-    "max_fuzzy_nats": None,
-    "exact_first": 0,
 }
+#: Acceptance settings of EAGLE-2.
+EAGLE_ACCEPTANCE = {**RULE_ACCEPTANCE, "max_fuzzy_nats": None, "exact_first": 0}
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ HF = Method("hf", decoder="hf")
 HF_ASSISTED, HF_LOOKUP = "hf assisted", "hf lookup"
 #: FSD until the marker of the final number in answers to the bundled problems and to GSM8K.
 BEFORE_RESULT = Method(
-    "before ####", EAGLE_ACCEPTANCE, FuzzyRule(0.2, min_ratio=0.1), phase=(None, "####")
+    "before ####", RULE_ACCEPTANCE, FuzzyRule(0.2, min_ratio=0.1), phase=(None, "####")
 )
 #: Priced paths without a gate.
 PRICED = [
@@ -221,10 +221,11 @@ def rule_methods() -> list[Method]:
     return [*map(rule_method, RULES), BEFORE_RESULT, *PRICED]
 
 
-def rule_method(name: str, shared: AcceptanceConfig | None = None) -> Method:
-    """Return a method for one of :data:`RULES`, with the budget and exact tokens of ``shared``."""
-    kept = shared.model_dump(include={"max_fuzzy_nats", "exact_first"}) if shared else {}
-    return Method(name, {**EAGLE_ACCEPTANCE, **kept, "rule": name})
+def rule_method(name: str) -> Method:
+    """Return a method for one of :data:`RULES`."""
+    # The mixture has no fuzzy tokens to limit.
+    limits = {"max_fuzzy_nats": None} if name.startswith("mixture") else {}
+    return Method(name, {**RULE_ACCEPTANCE, **limits, "rule": name})
 
 
 def synchronize(model: EagleFSD) -> None:

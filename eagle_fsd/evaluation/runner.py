@@ -212,7 +212,7 @@ class Evaluation(ABC):
             name = row["method"]
             row["settings"] = self.describe(name, filled)
             every = list(itertools.chain.from_iterable(samples[name]))
-            row["harness"] = harness_accuracy(published, every)
+            row["harness"] = harness_accuracy(published, every) if self.scored else None
             exact = None if name == self.reference else scores.get(self.reference)
             found = summarize_samples(scores[name], self.config.seeds, exact)
             if count > 1 and found is not None:

@@ -75,7 +75,7 @@ def candidate_methods(
     methods += PRICED
     for name in CALIBRATED_RULES if rules else ():
         if name != "mixture" or shared.max_fuzzy_nats is None:  # it has no fuzzy tokens to limit
-            methods.append(rule_method(name, shared))
+            methods.append(rule_method(name))
     if engine is None:
         return methods
     found = ENGINES[engine]
@@ -154,7 +154,7 @@ def check_accuracy(exact: Row, max_drop: float) -> None:
     if not exact["tokens"]:
         raise ValueError("no question was answered, so there is nothing to calibrate on")
     points = 100 * (exact["accuracy"] or 0.0)
-    if points < max(MIN_ACCURACY, MIN_ACCURACY_TO_LOSS * max_drop):
+    if points < min(100.0, max(MIN_ACCURACY, MIN_ACCURACY_TO_LOSS * max_drop)):
         raise ValueError(
             f"the accuracy of exact decoding is only {points:.1f}%, too low for a bound of"
             f" {max_drop:g} points ({exact['cut_off']} answers were cut off); check"

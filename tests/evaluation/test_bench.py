@@ -11,6 +11,7 @@ from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
 from eagle_fsd.evaluation.bench import bench
 from eagle_fsd.evaluation.config import BenchConfig, BenchGrid
 from eagle_fsd.evaluation.tables import footnote
+from eagle_fsd.model.config import Settings
 from eagle_fsd.utils.files import read_jsonl
 
 GRID = BenchGrid(thresholds=(0.2,), min_ratios=(0.0,))
@@ -20,7 +21,7 @@ GRID = BenchGrid(thresholds=(0.2,), min_ratios=(0.0,))
 def test_bench_reports_phases(tmp_path: Path) -> None:
     config = BenchConfig(max_new_tokens=8, repeats=2)
     request = EvaluationRequest(count=2, baseline="hf", out=tmp_path)
-    report = bench(request, config, GRID)
+    report = bench(request, config, GRID, settings=Settings(exact_first=2))
     assert report is not None
     hf, plain, exact, fuzzy = report["rows"]
     assert [row["method"] for row in report["rows"]] == ["hf", "plain", "exact", "T=0.2"]
@@ -29,6 +30,7 @@ def test_bench_reports_phases(tmp_path: Path) -> None:
         assert sum(row["phase_shares"].values()) == pytest.approx(1.0)
         assert row["step_over_exact"] > 0
     assert exact["step_over_exact"] == 1.0
+    assert (fuzzy["settings"]["exact_first"], fuzzy["settings"]["selection"]) == (2, "longest")
     (choice,) = read_jsonl(tmp_path / "exact.jsonl")[0]["choices"]
     (phases,) = choice["phases"]
     assert 0.0 < sum(phases.values()) <= choice["wall_time"][0]

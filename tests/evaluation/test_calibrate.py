@@ -47,7 +47,7 @@ from eagle_fsd.evaluation.config import (
     SelectionConfig,
 )
 from eagle_fsd.evaluation.markdown_report import report_text
-from eagle_fsd.evaluation.methods import Method, given_acceptance
+from eagle_fsd.evaluation.methods import Method, find_methods, given_acceptance
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import requested_questions
 from eagle_fsd.evaluation.runner import Hooks
@@ -205,7 +205,9 @@ def test_each_method_is_combined_with_a_chain_and_a_bushy_tree() -> None:
     settings = Settings(exact_first=8, max_fuzzy_nats=2.0)
     shared, found = given_acceptance(settings), candidate_methods(grid, None, 0.0, True, settings)
     assert [item.name for item in found] == names[:-1]  # a mixture has no fuzzy tokens
-    for method in found:
+    for method in [*found, *find_methods(["rules"])]:
+        if method.name.startswith("mixture"):
+            continue
         acceptance = shared.overridden(method.acceptance)
         assert (acceptance.exact_first, acceptance.max_fuzzy_nats) == (8, 2.0)
 
@@ -586,6 +588,7 @@ def test_questions_without_references_certify_agreement_and_regret(
     changed = against["agreement"]["answers"] - against["agreement"]["identical"]
     assert (against["lost"], against["gained"], against["paired"]) == (changed, 0, 3)
     assert changed == 3  # which is too many
+    check_accuracy(found["selection"][0], 60.0)  # a loss beyond half of the answers is possible
     assert (found["calibrated"], found["unscored"]) == ("exact", None)
     assert "none of 9 settings" in found["conclusions"][0]
     assert found["tables"][0][0][3] == "agreement"
@@ -659,7 +662,9 @@ def test_a_run_locks_its_folder_before_it_searches_trees(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerator", "tested")
-def test_calibrate_writes_settings_that_the_pair_loads(tmp_path: Path) -> None:
+def test_calibrate_writes_settings_that_the_pair_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three questions select the setting, and thirteen others certify it."""
     out, head = tmp_path / "out", tmp_path / "head"
     shutil.copytree(BUNDLED_HEAD, head)
@@ -702,7 +707,9 @@ def test_calibrate_writes_settings_that_the_pair_loads(tmp_path: Path) -> None:
     identity = read_settings(out / "fsd.json").drafter
     assert identity is not None
     assert identity.name == str(head)
-    # It resumes with the same tests and answers, and measures speeds again.
+    # It resumes with the same tests and answers, and measures speeds again; scores may change, so
+    # that they would select other settings.
+    monkeypatch.setattr(calibration, "drop_settings", lambda *_, **__: [])
     assert calibrated(request, 37.0)["calibration"]["about"]["tested"] == [test]
 
 

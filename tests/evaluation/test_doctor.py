@@ -132,6 +132,14 @@ def permuted(model: LlamaForCausalLM) -> LlamaForCausalLM:
 # -- healthy pairs and planted faults ------------------------------------------------------------
 
 
+def test_settings_that_choose_plain_decoding_are_diagnosed_with_a_tree(model: EagleFSD) -> None:
+    pair = copy.copy(model)
+    pair.exact_tree = TreeConfig(total_tokens=1, depth=1)
+    found = diagnose(pair, QUESTIONS[:1], max_new_tokens=8)
+    assert found["tree"]["total_tokens"] > 1
+    assert found["tau"] > 1.5
+
+
 @pytest.mark.usefixtures("no_templates")
 def test_healthy_drafters(healthy: Measurements) -> None:
     for name in BUNDLED_DRAFTERS.keys() - SMOLLM2_HEADS.keys():

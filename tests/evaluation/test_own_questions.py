@@ -363,6 +363,9 @@ def test_a_base_model_continues_examples_or_the_prompt_itself(model: EagleFSD) -
         evaluation_template(tokenizer)
     assert isinstance(evaluation_template(model.tokenizer, few_shot=3), TokenizerTemplate)
     assert isinstance(evaluation_template(tokenizer, "vicuna_v1.1", 3), FastChatTemplate)
+    dated = copy.copy(model.tokenizer)
+    dated.chat_template = "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}"
+    assert evaluation_template(dated).render(CHAT) == "01 Jan 2026: Be brief."
     labeled = evaluation_template(tokenizer, few_shot=1)
     assert labeled.render(CHAT, add_generation_prompt=True) == (
         "Be brief.\n\nQuestion: Hello!\nAnswer: Hi.\n\nQuestion: Name a river.\nAnswer:"

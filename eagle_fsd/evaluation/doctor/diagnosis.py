@@ -13,6 +13,7 @@ from torch import Tensor
 from eagle_fsd.evaluation.doctor import checks
 from eagle_fsd.evaluation.doctor.measurements import Measurements, complete_steps
 from eagle_fsd.evaluation.doctor.templates import RAW
+from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.chat_templates import ChatTemplate
 from eagle_fsd.utils.progress import ProgressFactory, no_progress
@@ -52,6 +53,8 @@ def diagnose(
     acceptance, certificate = model.acceptance, model.certificate_for(model.acceptance)
     model = copy(model)
     model.tree = model.exact_tree
+    if model.tree.total_tokens == 1:  # the settings choose plain decoding
+        model.tree = TreeConfig.for_device(model.target.device.type)
     measured = Measurements(model, questions, chat_template or RAW, max_new_tokens)
     with progress("decoding") as advance:
         for done, answers in enumerate(("short", "chains", "long")):
