@@ -46,8 +46,7 @@ def free_port() -> int:
     """Return a port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return probe.getsockname()[1]
 
 
 def seconds_until(condition: Callable[[], bool], timeout: float = TIMEOUT) -> float:
@@ -118,8 +117,7 @@ class APIThread(ServerThread):
 def fixed_answer(http: httpx.Client) -> str:
     """Return the answer to a fixed request, which is always the same."""
     body = {"model": NAME, "messages": HELLO, "temperature": 0, "max_tokens": 64, **EXACT}
-    text: str = http.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
-    return text
+    return http.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
 
 
 class ServerProcess:

@@ -70,8 +70,7 @@ TASKS: dict[str, dict[str, Any]] = {
 def greedy_answer(model: EagleFSD, question: str, max_new_tokens: int = ANSWER_LENGTH) -> str:
     ids = model.tokenizer(question, return_tensors="pt").input_ids
     out = model.generate(ids, max_new_tokens=max_new_tokens, threshold=0.0).sequences
-    text: str = model.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-    return text
+    return model.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 def score(model: EagleFSD, ids: list[int], start: int) -> tuple[float, bool]:

@@ -258,8 +258,7 @@ def finish(batch: Batch) -> None:
 
 def answer_alone(pair: EagleFSD, ids: Tensor, new: int, **options: Any) -> list[int]:
     """Return the answer of :meth:`EagleFSD.generate` to one prompt, ``[1, S]``."""
-    answer: list[int] = answers(pair.generate(ids, max_new_tokens=new, **options))[0].tolist()
-    return answer
+    return answers(pair.generate(ids, max_new_tokens=new, **options))[0].tolist()
 
 
 @lru_cache

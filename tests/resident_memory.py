@@ -12,5 +12,4 @@ def resident_memory() -> int:
     """Return the bytes in use, without what has been freed but not returned to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    resident: int = psutil.Process().memory_info().rss
-    return resident
+    return psutil.Process().memory_info().rss

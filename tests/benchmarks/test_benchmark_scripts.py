@@ -380,7 +380,6 @@ def test_search_finds_the_largest_threshold_within_the_limit() -> None:
 
     model: Any = Model(tokenizer=SimpleNamespace(decode=lambda text, **_: text))
     exact = divergences.answer(model, tasks, AcceptanceConfig(), 8)
-    assert exact is not None
     threshold, found = divergences.search(model, tasks, "kl", exact, 3, 20, 8)
     assert threshold == pytest.approx(3.5, rel=1e-3)
     assert found.changes(exact) == (3, 0)

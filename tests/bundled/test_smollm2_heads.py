@@ -44,7 +44,6 @@ def test_heads_are_accepted_as_their_cards_say() -> None:
     for name, folder in SMOLLM2_HEADS.items():
         card = (folder / "README.md").read_text()
         row = re.search(r"^\| exact \| (\d+)/(\d+)/(\d+) \| ([\d.]+) \|$", card, re.M)
-        assert row is not None
         nodes, depth, top_k = map(int, row.groups()[:3])
         tree = TreeConfig(total_tokens=nodes, depth=depth, top_k=top_k)
         model = EagleFSD.from_pretrained("smollm2", name, tree=tree)

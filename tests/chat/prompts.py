@@ -30,8 +30,7 @@ def reference(model: EagleFSD, chat: Chat = HELLO, **options: Any) -> str:
     """Return the answer of :meth:`EagleFSD.generate` to a chat; greedy and lossless by default."""
     ids = tokenize(model, chat)
     out = model.generate(ids, **{"max_new_tokens": 64, "threshold": 0.0, **options})
-    text: str = model.tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True)
-    return text
+    return model.tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 def request(model: EagleFSD, limits: Limits | None = None, **params: Any) -> AnswerRequest:

@@ -122,7 +122,6 @@ async def answer_at_once(
     async def answer(number: int, job: Job) -> str:
         text = ""
         async for update in job.updates():
-            assert update is not None
             text += update.text
             if number not in order:
                 order.append(number)

@@ -120,8 +120,7 @@ def test_many_clients(record_property: Any) -> None:
     process = psutil.Process(server.process.pid)
 
     def queue_length() -> int:
-        length: int = server.http.get("/health").json()["queue"]
-        return length
+        return server.http.get("/health").json()["queue"]
 
     try:
         answer = fixed_answer(server.http)

@@ -163,7 +163,6 @@ def test_prompt_log_probs(model: EagleFSD, client: openai.OpenAI) -> None:
             assert choice.text.startswith(text)
             assert new == 0 or columns.text_offset[-1] == len(text)
             assert choice.finish_reason == "length"
-    assert response.usage is not None
     assert response.usage.completion_tokens == 0
     chunks = list(
         client.completions.create(prompt=texts[0], max_tokens=0, logprobs=1, stream=True, **options)
@@ -171,7 +170,6 @@ def test_prompt_log_probs(model: EagleFSD, client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == texts[0]
     found = [chunk.choices[0].logprobs for chunk in chunks]
     streamed = [value for part in found if part for value in part.token_logprobs or []]
-    assert response.choices[0].logprobs is not None
     assert streamed == response.choices[0].logprobs.token_logprobs
 
 
@@ -181,8 +179,7 @@ def test_sampling_options_take_effect(model: EagleFSD, client: openai.OpenAI) ->
         return [item.token for item in response.choices[0].logprobs.content]
 
     def encode(text: str) -> list[int]:
-        ids: list[int] = model.tokenizer(text, add_special_tokens=False).input_ids
-        return ids
+        return model.tokenizer(text, add_special_tokens=False).input_ids
 
     greedy = tokens()
     ids = [str(id_) for word in greedy[:3] for id_ in encode(word)]
@@ -201,7 +198,6 @@ def test_certificate_is_declared_where_it_holds(
 ) -> None:
     """Only requests that decode with exactly the certified settings declare the certificate."""
     certificate = model.certificate_for(model.acceptance)
-    assert certificate is not None
     assert client.models.retrieve(NAME).certificate == certificate.model_dump()
     certified = f"{model.acceptance.label}; {certificate}"
     chats = client.chat.completions.with_raw_response

@@ -115,8 +115,7 @@ def test_options_have_the_meaning_of_hugging_faces(model: EagleFSD) -> None:
 
     def hugging_face(**options: Any) -> list[int]:
         output = model.model.generate(ids, max_new_tokens=48, do_sample=False, **options)
-        answer: list[int] = output[0, ids.shape[1] :].tolist()
-        return answer
+        return output[0, ids.shape[1] :].tolist()
 
     plain = hugging_face()
     for params, options in END_OPTIONS:

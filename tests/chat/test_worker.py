@@ -58,8 +58,7 @@ def stream(client: TestClient, **params: Any) -> list[dict[str, Any]]:
 
 def generate(client: TestClient, **params: Any) -> dict[str, Any]:
     """Return the output of a request that is not streamed."""
-    output: dict[str, Any] = client.post("/worker_generate", json={**GREEDY, **params}).json()
-    return output
+    return client.post("/worker_generate", json={**GREEDY, **params}).json()
 
 
 def test_streamed_and_whole_answers_are_those_of_generate(

@@ -29,8 +29,7 @@ def generated(run: Run, *arguments: object) -> dict[str, Any]:
     """Run ``generate --json`` and return what it printed."""
     status, out, err = run("generate", "--json", *arguments)
     assert (status, err) == (0, "")
-    record: dict[str, Any] = json.loads(out)
-    return record
+    return json.loads(out)
 
 
 def test_answer_is_printed_with_statistics(run: Run) -> None:
@@ -95,8 +94,7 @@ def test_prompts(run: Run, model: EagleFSD, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def settings_of(run: Run, *options: object) -> dict[str, Any]:
-    settings: dict[str, Any] = generated(run, "--max-new-tokens", 1, *options, "x")["settings"]
-    return settings
+    return generated(run, "--max-new-tokens", 1, *options, "x")["settings"]
 
 
 def test_settings_come_from_files_and_the_command_line(run: Run, tmp_path: Path) -> None:

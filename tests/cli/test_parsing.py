@@ -80,8 +80,7 @@ print(json.dumps(helps))
         env={**os.environ, "COLUMNS": "200"},
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, str] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 def test_every_option_is_described(helps: dict[str, str]) -> None:

@@ -79,14 +79,12 @@ def test_repetition() -> None:
 def test_regrets_are_summed_over_all_tokens() -> None:
     records = [record_of(0, [1] * 10, regrets=[0.5, 1.5]), record_of(1, [1] * 30)]
     found = regret_summary(records)
-    assert found is not None
     assert (found["fuzzy_tokens"], found["mean"], found["max"]) == (2, 1.0, 1.5)
     assert found["per_token"] == pytest.approx(2.0 / 40)
     low, high = found["per_token_interval"]
     assert low < 0.05 < high
     # Ten equal samples of each question are no more evidence than one.
     repeated = regret_summary([{**item, "choices": 10 * item["choices"]} for item in records])
-    assert repeated is not None
     assert repeated["fuzzy_tokens"] == 20
     assert repeated["per_token_interval"] == pytest.approx([low, high])
     assert regret_summary([record_of(0, [1])]) is None

@@ -22,7 +22,6 @@ def test_bench_reports_phases(tmp_path: Path) -> None:
     config = BenchConfig(max_new_tokens=8, repeats=2)
     request = EvaluationRequest(count=2, baseline="hf", out=tmp_path)
     report = bench(request, config, GRID, settings=Settings(exact_first=2))
-    assert report is not None
     hf, plain, exact, fuzzy = report["rows"]
     assert [row["method"] for row in report["rows"]] == ["hf", "plain", "exact", "T=0.2"]
     assert hf["phase_shares"] == {}

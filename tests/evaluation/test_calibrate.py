@@ -340,7 +340,6 @@ def test_both_stages_have_the_same_categories_and_no_common_question() -> None:
     scores = {"right": True, "wrong": False, "strange": None}
     question = Question(0, "c", ("?",), "function", grade=lambda answer, _: scores[answer])
     counted = count_unscored_as_wrong(question)
-    assert counted.grade is not None
     assert [counted.grade(answer, counted) for answer in scores] == [True, False, False]
 
 
@@ -495,7 +494,6 @@ def test_the_next_setting_is_tested_if_the_first_one_fails(
         machine.lost = {CHOSEN: lost}
         request = EvaluationRequest(count=250, out=tmp_path / f"{lost}")
         found = calibrate(request, bounds, CONFIG, GRID)
-        assert found is not None
         assert found["calibrated"] == chosen
         last, _ = machine.answered[-1]
         assert last == ["exact", CHOSEN, next_][: 2 + (chosen == next_)]
@@ -537,7 +535,6 @@ def test_settings_for_other_engines(
         assert (exact["method"], exact["depth"]) == ("exact", TREE.depth)
     settings = read_settings(tmp_path / "vllm" / "fsd.json")
     assert (settings.rule, settings.top_k) == ("top-ratio", 1)
-    assert settings.certificate is not None
     assert settings.certificate.decoder == "eagle-fsd"
 
 
@@ -616,7 +613,6 @@ def test_questions_without_references_certify_agreement_and_regret(
     assert [item["scored"] for item in found["selection"]] == [15, 15]
     assert found["tables"][0][0][3] == "regret"
     certificate = read_settings(tmp_path / "accuracy" / "fsd.json").certificate
-    assert certificate is not None
     assert (certificate.measure, certificate.questions) == ("accuracy on bundled", 14)
     with pytest.raises(ValueError, match="leaves no other question"):
         calibrated(EvaluationRequest(count=10, out=tmp_path), 50.0, selection=selection)
@@ -696,7 +692,6 @@ def test_calibrate_writes_settings_that_the_pair_loads(
     assert about["environment"]["revision"]
     assert written.keys() == {*SETTINGS, "certificate", "about"}
     certificate = read_settings(out / "fsd.json").certificate
-    assert certificate is not None
     assert (certificate.decoder, certificate.confidence) == ("eagle-fsd", 0.95)
     assert (certificate.questions, certificate.bound) == (13, test["drop_is_below_points"])
     assert (certificate.lost, certificate.gained) == (test["lost"], test["gained"])

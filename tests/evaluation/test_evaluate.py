@@ -238,7 +238,6 @@ def test_an_interrupted_run_resumes(copied: Path) -> None:
         ["exact", "fsd"],
         on_report=finished.append,
     )
-    assert again is not None
     assert finished == [again]
     assert json.loads((copied / "report.json").read_text()) == json.loads(json.dumps(again))
     after = read_jsonl(copied / "exact.jsonl")

@@ -166,7 +166,6 @@ def test_fastchat_reads_answers_to_mt_bench(
     monkeypatch.setenv("EAGLE_FSD_DATA", str(file.parent))
     request = EvaluationRequest(questions="mt-bench", count=8, out=tmp_path)
     report = evaluate(request, EvaluationConfig(max_new_tokens=8, batch=8), ["exact"])
-    assert report is not None
     for name in ("openai", "anthropic"):  # FastChat imports clients that are not needed here
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     from fastchat.llm_judge.common import load_model_answers

@@ -131,7 +131,6 @@ def test_evaluation_writes_a_page_with_its_changed_answers(tmp_path: Path) -> No
     config = EvaluationConfig(max_new_tokens=32)
     request = EvaluationRequest(questions=str(prompts), out=tmp_path / "out")
     report = evaluate(request, config, ["exact", fsd_method(0.4)])
-    assert report is not None
     (answer,) = report["comparison"]["answers"]
     fuzzy = [piece for piece in answer["other"][0] if piece.get("fuzzy")]
     assert fuzzy

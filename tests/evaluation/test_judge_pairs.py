@@ -131,7 +131,6 @@ def test_evaluation_reports_comparisons(stub: StubJudge, tmp_path: Path) -> None
     )
     config = EvaluationConfig(max_new_tokens=12)
     report = evaluate(request, config, ["exact", fsd_method(0.4)])
-    assert report is not None
     exact, fuzzy = report["rows"]
     assert exact["judge"] is None
     assert fuzzy["judge"]["pairs"]["tied"] == fuzzy["judge"]["pairs"]["questions"] == 2

@@ -53,7 +53,6 @@ def test_sweep_and_tune_with_another_drafter(drafter: str, tmp_path: Path) -> No
     request = EvaluationRequest(count=2, drafter=drafter, out=tmp_path / "sweep")
     grid = GridConfig(thresholds=(0.0, 0.4), min_ratios=(0.0,))
     report = sweep(request, CONFIG, grid, rules=False)
-    assert report is not None
     rows = {row["method"]: row for row in report["rows"]}
     assert [*rows, *report["omitted"]] == ["plain", "exact", "T=0.4"]
     assert rows["exact"]["tau"] >= rows["plain"]["tau"] == 1.0

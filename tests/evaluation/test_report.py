@@ -12,7 +12,7 @@ from sample_report import make_report, make_row
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.report import harness_accuracy, limit_losses, summarize
 from eagle_fsd.evaluation.statistics import loss_bound
-from eagle_fsd.evaluation.tables import Table, csv_text, footnote, tables
+from eagle_fsd.evaluation.tables import csv_text, footnote, tables
 
 
 def record_of(
@@ -50,8 +50,7 @@ def record_of(
 def tables_of(rows: list[dict[str, Any]], temperature: float = 0.0, **values: Any) -> Any:
     """Return the tables of a report by their first header, as headers and lines of cells."""
     found = tables({"rows": rows, "about": {"temperature": temperature}, **values})
-    by_name: dict[str, Table] = {headers[0]: (headers[1:], cells) for headers, cells in found}
-    return by_name
+    return {headers[0]: (headers[1:], cells) for headers, cells in found}
 
 
 def csv_lines(report: dict[str, Any]) -> list[dict[str, str]]:

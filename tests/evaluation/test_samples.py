@@ -50,7 +50,6 @@ def test_samples_of_known_scores() -> None:
     ]
     exact = [{0: True, 1: False, 2: True}] * 4
     found = summarize_samples(scores, 2, exact)
-    assert found is not None
     means = [1.0, 0.25, 0.25]
     assert found["samples"] == 4
     assert found["accuracy"] == pytest.approx(0.5)
@@ -66,7 +65,6 @@ def test_samples_of_known_scores() -> None:
     assert cells == [["fsd", "50.0% ± 50.0%", "-16.7% ± 129.3%", "50.0%", "100.0%"]]
     assert summarize_samples([{}, {}], 1) is None
     found = summarize_samples([{0: True, 1: False}] * 12, 1)
-    assert found is not None
     assert found["pass_at"] == {"5": 0.5, "10": 0.5, "12": 0.5}
     assert found["seed_accuracies_interval"] is None
 
@@ -131,7 +129,6 @@ def test_samples_are_reported(tmp_path: Path) -> None:
         EvaluationConfig(temperature=1.0, max_new_tokens=64, samples=2, seeds=2),
         [own_tree, "fsd"],
     )
-    assert report is not None
     records = read_jsonl(tmp_path / "fsd.jsonl")
     assert [len(record["choices"]) for record in records] == [4, 4]
     exact, fuzzy = report["rows"]

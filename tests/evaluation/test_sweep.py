@@ -105,7 +105,6 @@ def test_sweep_writes_report_and_plots(tmp_path: Path, monkeypatch: pytest.Monke
     config, stored = EvaluationConfig(max_new_tokens=12), Settings(threshold=0.1, min_ratio=0.0)
     request = EvaluationRequest(count=2, out=tmp_path)
     report = sweep(request, config, GRID, rules=False, settings=stored)
-    assert report is not None
     names = [item["method"] for item in report["rows"]]
     series = [f"{d} T={t}{r}" for d in ("js", "kl") for r in ("", " r=0.3") for t in (0.1, 0.4)]
     assert [*names, *report["omitted"]] == ["plain", "exact", *series]
@@ -142,8 +141,6 @@ def test_speeds_are_measured_apart_from_answers(
             request, config, grid, answer_batch=answer_batch, settings=lossless
         )
     alone, together = reports[None], reports[4]
-    assert alone is not None
-    assert together is not None
     for one, other in zip(alone["rows"], together["rows"], strict=True):
         assert all(one[name] == other[name] for name in ("method", "tau", "accuracy"))
         assert other["latency"]["p95"] >= other["latency"]["median"] > 0.0

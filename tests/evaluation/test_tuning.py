@@ -235,7 +235,6 @@ def test_race_finds_the_fastest_and_keeps_references() -> None:
     # 10 candidates on 4 prompts, 6 on the next 4, 4 on the next 8, and 3 on the other 16.
     assert done[-1] == (len(done), len(done)) == (40 + 24 + 32 + 48,) * 2
     ratio = finalists[0].over(plain)
-    assert ratio.interval is not None
     assert ratio.interval[0] < 5.0 < ratio.interval[1]
     for candidates, total, rounds in (
         (9, 32, [(4, 9), (8, 5), (16, 3), (32, 2)]),
@@ -290,7 +289,6 @@ def test_the_best_trees_are_chosen_by_measured_steps(
 
     def seconds(load: Workload, method: Method, round_: int) -> float:
         """Exact for a single round; the others are disturbed."""
-        assert method.tree is not None
         rounds[method.tree] += 1
         deep = 0.04 if load.model.compile else 0.09
         own = {4: 0.02, 16: deep}.get(method.tree.total_tokens, 1.0)

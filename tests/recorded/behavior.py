@@ -246,7 +246,6 @@ def observe_openai() -> dict[str, Any]:
         stderr=subprocess.DEVNULL,
         text=True,
     )
-    assert process.stdout is not None
     try:
         for line in process.stdout:
             if line.startswith("curl "):
