@@ -284,29 +284,6 @@ def plain_logits(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
     return output.logits[0], output.hidden_states[-1][0]
 
 
-def hand_made_tree(
-    tokens: list[int], parents: list[int], rows: int = 1, shift: int = 0, device: str = "cpu"
-) -> DraftTree:
-    """Build a tree without draft distributions; the root is its own parent.
-
-    Row ``b`` of ``rows`` has ``b * shift`` added to every token.
-    """
-    depths, ancestors = [0], torch.eye(len(tokens), dtype=torch.bool)
-    for node in range(1, len(tokens)):
-        depths.append(depths[parents[node]] + 1)
-        ancestors[node] |= ancestors[parents[node]]
-    added = shift * torch.arange(rows)[:, None]
-    return DraftTree(
-        tokens=((torch.tensor([tokens]) + added) % VOCAB_SIZE).to(device),
-        parents=torch.tensor([parents] * rows, device=device),
-        depths=torch.tensor([depths] * rows, device=device),
-        ancestors=ancestors.expand(rows, -1, -1).to(device),
-        draft_rows=torch.full((rows, len(tokens)), -1, device=device),
-        draft_log_probs=torch.empty(rows, 0, VOCAB_SIZE, device=device),
-        max_depth=max(depths),
-    )
-
-
 def forget_compiled() -> None:
     """Drop all compiled functions."""
     compilation._versions.clear()

@@ -27,7 +27,7 @@ from eagle_fsd.chat.decode_queue import (
 from eagle_fsd.chat.processors import AnswerPenalty
 from eagle_fsd.chat.request_body import RequestError
 from eagle_fsd.chat.session import AnswerRequest, ChatAnswer
-from eagle_fsd.model.batch import Batch, StreamChunk
+from eagle_fsd.model.batch import Batch
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.tree import DraftTree
@@ -245,28 +245,6 @@ def test_cancelled_calls_are_told(queue: DecodeQueue) -> None:
     run(work)
 
 
-def fail_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    join = ChatAnswer.join
-
-    def fail(answer: ChatAnswer, batch: Batch) -> Any:
-        return 1 / 0 if answer.prompt_tokens == 2 else join(answer, batch)
-
-    monkeypatch.setattr(ChatAnswer, "join", fail)
-
-
-def fail_to_convert(monkeypatch: pytest.MonkeyPatch) -> None:
-    push = ChatAnswer.push
-
-    def fail(answer: ChatAnswer, chunk: StreamChunk) -> Any:
-        return 1 / 0 if answer.prompt_tokens == 2 else push(answer, chunk)
-
-    monkeypatch.setattr(ChatAnswer, "push", fail)
-
-
-def break_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AnswerPenalty, "__call__", lambda _, ids, scores: scores * torch.nan)
-
-
 def test_failure_affects_one_request(
     model: EagleFSD, queue: DecodeQueue, recorder: Recorder
 ) -> None:
@@ -279,13 +257,21 @@ def test_failure_affects_one_request(
             await collect(queue.submit(bad))
         assert await text_of(good) == reference(model)
 
-    for fault, message in (
-        (fail_to_join, "decoding failed: division by zero"),
-        (fail_to_convert, "decoding failed: division by zero"),
-        (break_logits, "^no token can be chosen: AnswerPenalty returned NaN"),
+    def failing(method: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda answer, item: 1 / 0 if answer.prompt_tokens == 2 else method(answer, item)
+
+    for owner, name, fault, message in (
+        (ChatAnswer, "join", failing(ChatAnswer.join), "decoding failed: division by zero"),
+        (ChatAnswer, "push", failing(ChatAnswer.push), "decoding failed: division by zero"),
+        (
+            AnswerPenalty,
+            "__call__",
+            lambda _, ids, scores: scores * torch.nan,
+            "^no token can be chosen: AnswerPenalty returned NaN",
+        ),
     ):
         with pytest.MonkeyPatch.context() as patch:
-            fault(patch)
+            patch.setattr(owner, name, fault)
             run(lambda message=message: work(message))
     assert recorder.finished == ["failed", "ended"] * 2 + ["ended"]  # a refusal is the server's
 

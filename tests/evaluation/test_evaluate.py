@@ -6,7 +6,7 @@ import copy
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from eagle_fsd.model.acceptance import RULES
 from eagle_fsd.model.batch import Batch
 from eagle_fsd.model.config import Settings
 from eagle_fsd.model.verify import Origin
-from eagle_fsd.utils.chat_templates import ChatTemplate, encode_prompt, load_chat_template
+from eagle_fsd.utils.chat_templates import encode_prompt, load_chat_template
 from eagle_fsd.utils.files import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator", "no_figures")
@@ -465,24 +465,13 @@ def test_a_stop_string_ends_decoding(model: EagleFSD, tmp_path: Path) -> None:
     (record,) = answerer(model, tmp_path, max_new_tokens=32).answer([question], PLAIN)
     text, count = record["choices"][0]["turns"][0], record["choices"][0]["new_tokens"][0]
     stop = text.split()[2]
-    asked = answerer(model, tmp_path, StoppingTemplate(template, (stop,)), max_new_tokens=32)
+    template.stop = (stop,)
+    asked = answerer(model, tmp_path, template, max_new_tokens=32)
     for method in (EXACT, PLAIN, HF):
         (choice,) = asked.answer([question], method)[0]["choices"]
         assert choice["turns"][0] == text[: text.index(stop)].strip()
         assert 0 < choice["new_tokens"][0] < count
         assert len(choice["origins"][0]) in (0, choice["new_tokens"][0])
-
-
-@dataclass
-class StoppingTemplate:
-    """A chat template with stop strings."""
-
-    inner: ChatTemplate
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...] = ()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
 
 def test_the_targets_generation_config_does_not_change_hugging_face(

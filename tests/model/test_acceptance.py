@@ -161,14 +161,7 @@ DRAWS = 50_000
 
 def _repeated(one: VerificationInputs, uniform: Tensor) -> VerificationInputs:
     """``DRAWS`` copies of one row, with their random numbers; ``sampled`` may be written to."""
-    tree = replace(
-        one.tree,
-        **{
-            name: getattr(one.tree, name).expand(DRAWS, *getattr(one.tree, name).shape[1:])
-            for name in ("tokens", "parents", "depths", "ancestors", "draft_rows")
-        },
-        draft_log_probs=one.tree.draft_log_probs.expand(DRAWS, -1, -1),
-    )
+    tree = one.tree.of_rows(torch.zeros(DRAWS, dtype=torch.long))
     wide = Distributions.of(dense(one.raw).expand(DRAWS, -1, -1))
     sampled = one.sampled.repeat(DRAWS, 1)
     return VerificationInputs(tree, wide, wide, wide, None, sampled, None, uniform)

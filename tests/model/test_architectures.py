@@ -13,7 +13,6 @@ from pairs import (
     answers,
     batch,
     greedy_reference,
-    hand_made_tree,
     left_padded,
     path_to,
     plain_logits,
@@ -33,6 +32,7 @@ from transformers import (
     Phi3Config,
     PreTrainedModel,
 )
+from trees import make_tree
 
 from eagle_fsd import EagleFSD, EagleHead
 from eagle_fsd.model.self_check import check_target
@@ -100,7 +100,8 @@ def test_decoding_and_passes_match_hugging_face(name: str) -> None:
         out = pair.generate(ids, attention_mask=mask, max_new_tokens=12, method=method)
         assert torch.equal(out.sequences, expected)
     target, prefixes = Target(model), [prompt(5, 1)[0], prompt(19, 2)[0]]
-    tree = hand_made_tree([40, 7, 9, 11, 12], [0, 0, 0, 1, 2], rows=2, shift=3)
+    tree = make_tree([0, 0, 0, 1, 2], [40, 7, 9, 11, 12]).of_rows(torch.tensor([0, 0]))
+    tree.tokens[1] += 3
     scored = score(target, tree, prefixes)
     for row, prefix in enumerate(prefixes):
         for node in range(tree.size):
@@ -125,7 +126,7 @@ def test_learned_positions_limit_the_answer_to_the_context() -> None:
     out = EagleFSD(model, None).generate(ids, max_new_tokens=30, method="ar")
     assert torch.equal(out.sequences, expected)
     assert answers(out).shape == (1, 14)
-    tree = hand_made_tree([40, 7, 9, 11, 12, 80], [0, 0, 0, 1, 3, 4])
+    tree = make_tree([0, 0, 0, 1, 3, 4], [40, 7, 9, 11, 12, 80])
     for length in (60, 63):
         prefix = prompt(length, 1)[0]
         scored = score(Target(model), tree, [prefix])

@@ -31,7 +31,7 @@ from pairs import (
     untrained_head,
 )
 from torch import Tensor
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, StoppingCriteriaList
 
 from eagle_fsd import EagleFSD, GenerateOutput, Prompt
 from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_EAGLE3, BUNDLED_HEAD
@@ -190,8 +190,11 @@ def test_answers_end_where_those_of_hugging_face_end() -> None:
         eos = [int(free[0, place]), int(free[2, place // 2])]
         cases.append((4, 40, {"eos_token_id": eos, "pad_token_id": 0}))
     for divisor in (3, 7, 11):
-        criteria = StoppingCriteriaList([_EndsAfterMultiple(divisor)])
-        cases.append((1, 60, {"stopping_criteria": criteria}))
+
+        def ends(ids: Tensor, *_: Any, divisor: int = divisor, **_options: Any) -> Tensor:
+            return ids[:, -1] % divisor == 0
+
+        cases.append((1, 60, {"stopping_criteria": StoppingCriteriaList([ends])}))
     for rows, new, options in cases:
         own, own_mask = prompts(rows)
         expected = greedy_reference(pair.model, own, own_mask, new=new, **options)
@@ -200,16 +203,6 @@ def test_answers_end_where_those_of_hugging_face_end() -> None:
             out = pair.generate(own, own_mask, new, **options)
             assert_greedy(pair.model, out.sequences, expected, own.shape[1])
             assert out.sequences.shape == expected.shape
-
-
-class _EndsAfterMultiple(StoppingCriteria):
-    """Ends an answer after a token that a number divides."""
-
-    def __init__(self, divisor: int) -> None:
-        self.divisor = divisor
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        return input_ids[:, -1] % self.divisor == 0
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from pairs import (
     tokenizer,
 )
 from sampling_laws import bound, distance, generate, histogram, target_law
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -46,7 +45,7 @@ from eagle_fsd.model.drafters.draft_model import (
     load_draft_model,
 )
 from eagle_fsd.model.target import Target
-from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs
+from eagle_fsd.model.verify import AcceptanceRule
 
 TREE = small_tree(total_tokens=20)
 CHAIN = TreeConfig(total_tokens=6, depth=4, top_k=1)
@@ -165,27 +164,16 @@ def test_sampling_has_the_distribution_of_the_target(
     assert len({row[0] for row in draws.accepted}) > 1
 
 
-class DepthRule(ExactRule):
-    """Record the depth of every tree."""
-
-    def __init__(self) -> None:
-        object.__setattr__(self, "depths", [])  # the rule itself is frozen
-
-    def gate(self, inputs: VerificationInputs) -> Tensor:
-        self.depths.append(inputs.tree.max_depth)
-        return super().gate(inputs)
-
-
 def test_depth_adapts_to_the_accepted_lengths() -> None:
     """A draft model that is never right and one that always is; the output stays exact."""
     ids, mask = batch()
     for draft, expected in (("small", [5, 4, 3, 2, 2, 2]), ("target", [5, 5, 5, 5])):
-        model, rule = DRAFTS[draft](), DepthRule()
+        model, rule = DRAFTS[draft](), RecordingRule(0.0)
         model.generation_config.num_assistant_tokens_schedule = "heuristic"
         found = EagleFSD(tiny_target(), DraftModel(model), CHAIN)
         out = found.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, rule=rule)
         assert torch.equal(out.sequences, reference())
-        assert rule.depths[: len(expected)] == expected
+        assert [step.tree.max_depth for step in rule.steps][: len(expected)] == expected
 
 
 def test_other_vocabulary_is_rejected() -> None:

@@ -23,7 +23,6 @@ from pairs import (
 )
 from torch import Tensor
 from transformers import (
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 
@@ -88,16 +87,14 @@ def test_tokens_of_the_target_mark_prompts_end_rows_and_fill_them() -> None:
     assert (out.sequences[0, -5:] == 0).all()
 
 
-class EverySeventh(StoppingCriteria):
-    """End a row when the sum of its ids is a multiple of seven."""
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_options: Any) -> Tensor:
-        return input_ids.sum(1) % 7 == 0
-
-
 def test_stopping_criteria_are_checked_after_every_token() -> None:
     ids, mask = batch()
-    pair, criterion = aligned_pair(), EverySeventh()
+    pair = aligned_pair()
+
+    def criterion(input_ids: Tensor, *_: Any, **_options: Any) -> Tensor:
+        """End a row when the sum of its ids is a multiple of seven."""
+        return input_ids.sum(1) % 7 == 0
+
     expected = greedy_reference(
         pair.model, ids, mask, new=NEW_TOKENS, stopping_criteria=StoppingCriteriaList([criterion])
     )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import (
+    MODEL_SIZES,
     prompt,
     raises_one_line,
     tiny_target,
@@ -122,20 +123,11 @@ def test_dtype_on_a_cpu_defaults_to_float32(folder: Path) -> None:
         assert load_target(folder, dtype, device_map).dtype == expected
 
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 #: Two matrices, tied ones, a scale in a buffer, a bias and other names of the parameters.
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**SMALL),
-    "qwen2-tied": lambda: Qwen2Config(**SMALL, tie_word_embeddings=True),
-    "gemma3": lambda: Gemma3TextConfig(**SMALL, head_dim=8),
+    "llama": lambda: LlamaConfig(**MODEL_SIZES),
+    "qwen2-tied": lambda: Qwen2Config(**MODEL_SIZES, tie_word_embeddings=True),
+    "gemma3": lambda: Gemma3TextConfig(**MODEL_SIZES, head_dim=8),
     "gptj": lambda: GPTJConfig(
         vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4
     ),

@@ -29,7 +29,7 @@ from sampling_laws import (
 )
 from torch import Tensor
 from transformers import LlamaForCausalLM
-from trees import dense
+from trees import dense, make_tree
 
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule, TypicalRule
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
@@ -37,7 +37,7 @@ from eagle_fsd.model.drafters.eagle import EagleHead
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.random_numbers import RandomNumbers, seed_keys
 from eagle_fsd.model.sampling import Sampler
-from eagle_fsd.model.tree import DraftTree, ancestor_matrix
+from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import AcceptanceRule, Origin, VerificationInputs, verify
 
 
@@ -51,7 +51,6 @@ def _js(p: Array, q: Array) -> float:
 VOCAB_SIZE = 6
 #: The root, three of its six children, and some grandchildren.
 PARENTS = [0, 0, 0, 0, 1, 1, 1, 2]
-DEPTHS = [0, 1, 1, 1, 2, 2, 2, 2]
 TOKENS = [5, 0, 1, 3, 1, 2, 5, 0]
 #: The expanded nodes: all with children, and leaf 3.
 EXPANDED = [0, 1, 2, 3]
@@ -88,23 +87,10 @@ def _node_logits(table: Array) -> Array:
 
 def _rows(models: Models, count: int) -> tuple[DraftTree, Tensor]:
     """``count`` identical rows: the tree, and the target's logits ``[count, N, V]``."""
-    parents = torch.tensor([PARENTS])
-    depths = torch.tensor([DEPTHS])
-    index = [EXPANDED.index(node) if node in EXPANDED else -1 for node in range(len(PARENTS))]
-    draft = torch.tensor(_node_logits(models.q)[EXPANDED]).log_softmax(-1).float()
-    one = {
-        "tokens": torch.tensor([TOKENS]),
-        "parents": parents,
-        "depths": depths,
-        "ancestors": ancestor_matrix(parents, parents.shape[1]),
-        "draft_rows": torch.tensor([index]),
-        "draft_log_probs": draft[None],
-    }
-    tree = DraftTree(
-        **{name: value.expand(count, *value.shape[1:]) for name, value in one.items()}, max_depth=2
-    )
+    draft = torch.tensor(_node_logits(models.q)).softmax(-1).tolist()
+    tree = make_tree(PARENTS, TOKENS, {node: draft[node] for node in EXPANDED})
     logits = torch.tensor(_node_logits(models.p)).float()
-    return tree, logits.expand(count, -1, -1)
+    return tree.of_rows(torch.zeros(count, dtype=torch.long)), logits.expand(count, -1, -1)
 
 
 def _first_two(

@@ -46,7 +46,7 @@ def make_tree(
         depths=torch.tensor([depths]),
         ancestors=ancestor_matrix(torch.tensor([parents]), len(parents)),
         draft_rows=torch.tensor([[rows.get(node, -1) for node in range(len(parents))]]),
-        draft_log_probs=draft.reshape(1, len(q), VOCAB_SIZE).log(),
+        draft_log_probs=draft.reshape(1, len(q), draft.shape[-1] if q else VOCAB_SIZE).log(),
         max_depth=max(depths) if max_depth is None else max_depth,
     )
 

@@ -76,43 +76,24 @@ FORMATS = ("eagle", "sglang", "vllm")
 NAME = "eagle-fsd-bundled"
 CHAT = [{"role": "user", "content": QUESTIONS[0]}]
 EXACT = {"threshold": 0.0}
+#: Chats: what each changes of a greedy request.
+CHATS: dict[str, dict[str, Any]] = {
+    "chat": {},
+    "chat, exact": {"fsd": EXACT},
+    "chat, streamed": {
+        "max_tokens": 32,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    },
+    "chat, two sampled choices": {"temperature": 1, "seed": 7, "n": 2, "max_tokens": 32},
+    "chat, stop string": {"stop": ["="]},
+    "chat, log-probabilities": {"max_tokens": 4, "logprobs": True, "top_logprobs": 2, "fsd": EXACT},
+}
+GREEDY_CHAT = {"messages": CHAT, "temperature": 0, "max_tokens": 64}
 #: Requests to the OpenAI-compatible API: path and body (None: a GET).
 REQUESTS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "models": ("models", None),
-    "chat": ("chat/completions", {"messages": CHAT, "temperature": 0, "max_tokens": 64}),
-    "chat, exact": (
-        "chat/completions",
-        {"messages": CHAT, "temperature": 0, "max_tokens": 64, "fsd": EXACT},
-    ),
-    "chat, streamed": (
-        "chat/completions",
-        {
-            "messages": CHAT,
-            "temperature": 0,
-            "max_tokens": 32,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        },
-    ),
-    "chat, two sampled choices": (
-        "chat/completions",
-        {"messages": CHAT, "temperature": 1, "seed": 7, "n": 2, "max_tokens": 32},
-    ),
-    "chat, stop string": (
-        "chat/completions",
-        {"messages": CHAT, "temperature": 0, "max_tokens": 64, "stop": ["="]},
-    ),
-    "chat, log-probabilities": (
-        "chat/completions",
-        {
-            "messages": CHAT,
-            "temperature": 0,
-            "max_tokens": 4,
-            "logprobs": True,
-            "top_logprobs": 2,
-            "fsd": EXACT,
-        },
-    ),
+    **{name: ("chat/completions", {**GREEDY_CHAT, **changes}) for name, changes in CHATS.items()},
     "completion": (
         "completions",
         {"prompt": "Mia has 8 apples", "temperature": 0, "max_tokens": 16, "fsd": EXACT},
