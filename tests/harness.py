@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+import eagle_fsd
 from eagle_fsd import EagleFSD
 
 #: Where ``make slow`` installs the harness and what it needs besides the other packages.
@@ -32,7 +33,7 @@ QUESTIONS = [
 ]
 ANSWER_LENGTH = 24
 STOP = "."
-TIMEOUT = 360
+TIMEOUT = 600
 #: Arguments of a task that generates answers.
 ANSWERS: dict[str, Any] = {
     "output_type": "generate_until",
@@ -83,6 +84,25 @@ def score(model: EagleFSD, ids: list[int], start: int) -> tuple[float, bool]:
     return total, bool((rows.argmax(-1) == tokens).all())
 
 
+def run_beside_harness(
+    arguments: Sequence[object], folder: Path | None = None, **variables: str
+) -> str:
+    """Run Python with the harness and without the Hub; return what it prints."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{LM_EVAL}{os.pathsep}{Path(eagle_fsd.__file__).parents[1]}",
+        "HF_HUB_OFFLINE": "1",
+        "NO_PROXY": "127.0.0.1",
+        **variables,
+    }
+    command = [sys.executable, *map(str, arguments)]
+    run = subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert run.returncode == 0, run.stderr[-5000:]
+    return run.stdout
+
+
 def run_harness(
     program: Sequence[str],
     folder: Path,
@@ -107,17 +127,7 @@ def run_harness(
         (folder / f"{name}.yaml").write_text(content, encoding="utf-8")
     command = [*program, "--tasks", ",".join(tasks), "--include_path", str(folder)]
     command += ["--log_samples", "--output_path", str(folder / "results"), *arguments]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(LM_EVAL),
-        "HF_HOME": str(folder / "cache"),
-        "HF_HUB_OFFLINE": "1",
-        "NO_PROXY": "127.0.0.1",
-    }
-    run = subprocess.run(
-        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT
-    )
-    assert run.returncode == 0, run.stderr[-5000:]
+    run_beside_harness(command, folder, HF_HOME=str(folder / "cache"))
     samples = {}
     for name in tasks:
         (file,) = (folder / "results").rglob(f"samples_{name}_*.jsonl")
@@ -127,8 +137,8 @@ def run_harness(
     return samples, json.loads(file.read_text())
 
 
-def check_choices(samples: Samples, model: EagleFSD) -> None:
-    """Check the choices' log-likelihoods and flags of greedy answers, some of which are set."""
+def check_results(samples: Samples, model: EagleFSD) -> None:
+    """Check the results of :data:`TASKS`, where some choices are greedy answers."""
     flags = set()
     for sample in samples["choices"]:
         requests = sample["arguments"].values()
@@ -140,19 +150,11 @@ def check_choices(samples: Samples, model: EagleFSD) -> None:
             assert flag == str(greedy)
             flags.add(flag)
     assert flags == {"False", "True"}
-
-
-def check_perplexity(samples: Samples, model: EagleFSD) -> None:
-    """Check the log-likelihoods of whole texts."""
     for sample in samples["perplexity"]:
         ids = model.tokenizer(sample["doc"]["question"]).input_ids
         expected, _ = score(model, [model.tokenizer.bos_token_id, *ids], 1)
         ((found,),) = sample["resps"]
         assert float(found) == pytest.approx(expected, abs=1e-4)
-
-
-def check_answers(samples: Samples, model: EagleFSD) -> None:
-    """Check the generated answers, up to their stop string."""
     for sample in samples["answers"]:
         answer = greedy_answer(model, sample["doc"]["question"])
         assert sample["resps"] == [[answer.partition(STOP)[0]]]

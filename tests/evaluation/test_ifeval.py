@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from harness import LM_EVAL, requires_harness
+from harness import requires_harness, run_beside_harness
 from published import published
 
-import eagle_fsd
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
 from eagle_fsd.evaluation.ifeval import accuracies
 from eagle_fsd.evaluation.questions.formats import QuestionError, read_questions
@@ -62,23 +58,6 @@ def write(folder: Path, **changes: object) -> Path:
     return folder / "ifeval.jsonl"
 
 
-def run(folder: Path, *arguments: object) -> str:
-    """Run Python beside the harness; returns what it printed."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{LM_EVAL}{os.pathsep}{Path(eagle_fsd.__file__).parents[1]}",
-    }
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_rows_are_questions(tmp_path: Path) -> None:
     (question,) = read_questions(write(tmp_path))
     assert (question.question_id, question.category) == (1, "punctuation")
@@ -119,7 +98,8 @@ def test_accuracies_count_prompts_and_instructions() -> None:
 @requires_harness
 def test_answers_are_checked_without_a_download(tmp_path: Path) -> None:
     prompts = published("ifeval_prompts.jsonl")
-    out = run(tmp_path, "-c", CHECK, write(tmp_path), prompts, json.dumps(list(ANSWERS)))
+    arguments = ["-c", CHECK, write(tmp_path), prompts, json.dumps(list(ANSWERS))]
+    out = run_beside_harness(arguments, tmp_path)
     answers, rest = map(json.loads, out.splitlines())
     assert answers == {answer: list(found) for answer, found in ANSWERS.items()}
     assert len(rest) == 541
@@ -133,7 +113,8 @@ def test_an_instruction_model_is_evaluated(tmp_path: Path) -> None:
     """Prompt lookup is lossless, so no answer is lost."""
     options = ("--target", "smollm2", "--drafter", "ngram", "--count", 10, "--out", "out")
     words = ("evaluate", published("ifeval_prompts.jsonl"), *options, "--max-new-tokens", 24)
-    out = run(tmp_path, "-m", "eagle_fsd.cli", *words, "--method", "plain", "exact")
+    command = ["-m", "eagle_fsd.cli", *words, "--method", "plain", "exact"]
+    out = run_beside_harness(command, tmp_path)
     assert "prompt, strict" in out
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     plain, exact = report["rows"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,15 +12,13 @@ import pytest
 from harness import (
     ANSWER_LENGTH,
     ANSWERS,
-    LM_EVAL,
     QUESTIONS,
     TASKS,
     Samples,
-    check_answers,
-    check_choices,
-    check_perplexity,
+    check_results,
     greedy_answer,
     requires_harness,
+    run_beside_harness,
     run_harness,
 )
 
@@ -32,7 +28,7 @@ from eagle_fsd.utils.chat_templates import FastChatTemplate
 
 Run = Callable[..., tuple[int, str, str]]
 
-PROGRAM = [sys.executable, "-m", "eagle_fsd.cli", "lm-eval"]
+PROGRAM = ["-m", "eagle_fsd.cli", "lm-eval"]
 TREE = {"total_tokens": 12, "depth": 5, "tree_top_k": 2}
 
 
@@ -63,14 +59,6 @@ texts = json.loads(sys.argv[1])
 requests = [Instance("generate_until", {}, (text, arguments), 0) for text in texts]
 print(json.dumps(model.generate_until(requests, disable_tqdm=True)))
 """
-
-
-def printed_by(arguments: list[str]) -> str:
-    """Run a program that has the harness; return what it prints."""
-    environment = {**os.environ, "PYTHONPATH": str(LM_EVAL), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def answers(**arguments: object) -> dict[str, Any]:
@@ -110,18 +98,10 @@ def samples(results: tuple[Samples, dict[str, Any]]) -> Samples:
 @requires_harness
 @pytest.mark.xdist_group("lm-eval")
 class TestHarness:
-    def test_choices_have_the_targets_log_likelihoods(
+    def test_log_likelihoods_and_answers_are_the_targets(
         self, samples: Samples, model: EagleFSD
     ) -> None:
-        check_choices(samples, model)
-
-    def test_log_likelihoods_of_whole_texts_are_the_targets(
-        self, samples: Samples, model: EagleFSD
-    ) -> None:
-        check_perplexity(samples, model)
-
-    def test_generated_answers_are_the_targets(self, samples: Samples, model: EagleFSD) -> None:
-        check_answers(samples, model)
+        check_results(samples, model)
         for sample in samples["whole"]:
             assert sample["resps"] == [[greedy_answer(model, sample["doc"]["question"])]]
 
@@ -168,8 +148,7 @@ class TestHarness:
         file = tmp_path / "fsd.json"
         file.write_text(json.dumps({**own, "exact": exact, "batch": {"4": batch}}))
         options = [{}, {"threshold": 0.2}, {"total_tokens": 6, "tree_top_k": 1}]
-        arguments = [sys.executable, "-c", PRINT_TREES, json.dumps(options), str(file)]
-        output = printed_by(arguments)
+        output = run_beside_harness(["-c", PRINT_TREES, json.dumps(options), file])
         printed = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
         changed = {"total_tokens": 6, "depth": 4, "top_k": 1}
         assert printed == [[own, exact, batch]] * 2 + [[changed, changed]]
@@ -178,7 +157,7 @@ class TestHarness:
         assert "compile=auto is not supported" in output
 
     def test_answers_end_at_stop_strings_that_are_special_tokens(self, model: EagleFSD) -> None:
-        output = printed_by([sys.executable, "-c", PRINT_ANSWERS, json.dumps(QUESTIONS)])
+        output = run_beside_harness(["-c", PRINT_ANSWERS, json.dumps(QUESTIONS)])
         expected = [greedy_answer(model, text, 80) for text in QUESTIONS]
         assert json.loads(output.splitlines()[-1]) == expected
 
