@@ -30,12 +30,12 @@ class RequestError(ValueError):
         self.code, self.param = code, param
 
 
-class BodyTooLargeError(RequestError):
-    """The request body exceeds the size limit."""
+class RefusedError(Exception):
+    """The request is refused with an HTTP status."""
 
-
-class BodyTimeoutError(RequestError):
-    """The request body did not arrive in time."""
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def shorten(message: str) -> str:
@@ -49,9 +49,9 @@ async def read_body(chunks: AsyncIterable[bytes], content_length: str, limit: in
     """Collect a request body of at most ``limit`` bytes, within :data:`BODY_TIMEOUT` seconds.
 
     Nothing is read if the Content-Length header (or an empty string) exceeds the limit. Raises
-    BodyTooLargeError or BodyTimeoutError.
+    RefusedError.
     """
-    too_large = BodyTooLargeError(f"the request body exceeds {limit} bytes")
+    too_large = RefusedError(413, f"the request body exceeds {limit} bytes")
     if content_length.isdecimal() and int(content_length) > limit:
         raise too_large
 
@@ -67,7 +67,7 @@ async def read_body(chunks: AsyncIterable[bytes], content_length: str, limit: in
         return await asyncio.wait_for(collect(), BODY_TIMEOUT)
     except asyncio.TimeoutError:
         message = f"the request body was not complete after {BODY_TIMEOUT:g} s"
-        raise BodyTimeoutError(message) from None
+        raise RefusedError(408, message) from None
 
 
 def read_json(data: bytes) -> dict[str, Any]:

@@ -8,7 +8,9 @@ import os
 import re
 import shlex
 import sys
+import threading
 import webbrowser
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
@@ -16,7 +18,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, ValidationInfo
 
 from eagle_fsd.chat.config import AnswerOptions, Limits
-from eagle_fsd.chat.serve.guard import API_KEYS_VARIABLE, Access, api_keys
+from eagle_fsd.chat.serve.guard import API_KEYS_VARIABLE, Access, Guard, api_keys
 from eagle_fsd.cli.console import out
 from eagle_fsd.cli.options import (
     AcceptanceOptions,
@@ -32,6 +34,8 @@ from eagle_fsd.utils.options import Options, OptionsError
 
 if TYPE_CHECKING:
     from eagle_fsd.chat.backend import LocalBackend
+    from eagle_fsd.model.pipeline import EagleFSD
+    from eagle_fsd.utils.chat_templates import ChatTemplate
 
 BUNDLED_NAME = "eagle-fsd-bundled"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -167,15 +171,11 @@ def run_api(
     access = _access(server, page=answers is not None)
     from eagle_fsd.chat.backend import LocalBackend
     from eagle_fsd.chat.serve.api import api_app, api_error
-    from eagle_fsd.chat.serve.connections import BoundedServer, check_port, run_server
-    from eagle_fsd.chat.serve.guard import Guard
     from eagle_fsd.chat.serve.metrics import ServerMetrics
     from eagle_fsd.chat.web.page import add_page, page_settings
 
-    check_port(server.host, server.port)
-    logging.getLogger("eagle_fsd.model.compilation").setLevel(logging.INFO)
-    model, chat_template = load_chat(pair, tree, acceptance)
-    names, metrics = server.names or (model_name(pair.target),), ServerMetrics()
+    model, chat_template, names = _load(server, pair, tree, acceptance)
+    metrics = ServerMetrics()
     backend = LocalBackend(model, chat_template, limits, name=names[0], observer=metrics)
     app = api_app(backend, names, metrics)
     if answers is not None:
@@ -188,19 +188,7 @@ def run_api(
         if open_page and has_screen():
             webbrowser.open(url)
 
-    try:
-        run_server(
-            BoundedServer(
-                Guard(app, access, limits.max_body, api_error),
-                server.host,
-                server.port,
-                queue=backend.queue,
-                shutdown_timeout=server.shutdown_timeout,
-                on_started=show,
-            )
-        )
-    finally:
-        backend.close()
+    _run(server, Guard(app, access, limits.max_body, api_error), backend, show)
 
 
 def worker(
@@ -226,24 +214,57 @@ def worker(
         )
     name = urlsplit(server.address).hostname if server.address else None
     access = _access(server, *([name] if name else []))
+    from eagle_fsd.chat.serve.worker import FSDWorker, with_key, worker_app, worker_error
+
+    model, chat_template, names = _load(server, pair, tree, acceptance)
+    address = server.address or local_url(server)
+    served = FSDWorker(
+        model,
+        chat_template,
+        limits,
+        controller=None if server.controller == "none" else server.controller,
+        address=with_key(address, access.keys[0]) if access.keys else address,
+        names=list(names),
+    )
+
+    def register() -> None:
+        # Only once the port is open: the controller may send a request at once.
+        if served.controller is not None:
+            threading.Thread(target=served.keep_registered, daemon=True).start()
+
+    app = Guard(worker_app(served), access, limits.max_body, worker_error)
+    _run(server, app, served.backend, register)
+
+
+def _load(
+    server: Server, pair: Pair, tree: TreeConfig, acceptance: AcceptanceConfig
+) -> tuple[EagleFSD, ChatTemplate, tuple[str, ...]]:
+    """Load the pair of a server whose port is free; also return the names of the model."""
     from eagle_fsd.chat.serve.connections import check_port
-    from eagle_fsd.chat.serve.worker import run_worker
 
     check_port(server.host, server.port)
     logging.getLogger("eagle_fsd.model.compilation").setLevel(logging.INFO)
     model, chat_template = load_chat(pair, tree, acceptance)
-    run_worker(
-        model,
-        chat_template,
-        limits,
-        host=server.host,
-        port=server.port,
-        controller=None if server.controller == "none" else server.controller,
-        address=server.address or local_url(server),
-        names=server.names or [model_name(pair.target)],
-        access=access,
-        shutdown_timeout=server.shutdown_timeout,
-    )
+    return model, chat_template, server.names or (model_name(pair.target),)
+
+
+def _run(server: Server, app: Guard, backend: LocalBackend, on_started: Callable[[], None]) -> None:
+    """Run a server until SIGINT or SIGTERM."""
+    from eagle_fsd.chat.serve.connections import BoundedServer, run_server
+
+    try:
+        run_server(
+            BoundedServer(
+                app,
+                server.host,
+                server.port,
+                queue=backend.queue,
+                shutdown_timeout=server.shutdown_timeout,
+                on_started=on_started,
+            )
+        )
+    finally:
+        backend.close()
 
 
 def has_screen() -> bool:

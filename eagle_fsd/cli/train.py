@@ -77,16 +77,8 @@ def train(
 def features(*, request: Annotated[FeaturesRequest, options("Features")]) -> None:
     """Store the target's features of chats, for several trainings. An interrupted run resumes."""
     from eagle_fsd.train.feature_store import store_features
-    from eagle_fsd.utils.text import format_bytes
 
-    def print_estimate(needed: int, free: int, chats: int) -> None:
-        err.print(
-            f"about {format_bytes(needed)} for {chats} chats;"
-            f" {format_bytes(free)} are free in {request.out}",
-            soft_wrap=True,
-        )
-
-    store = store_features(request, progress=progress, on_estimate=print_estimate)
+    store = store_features(request, progress=progress)
     if store is not None:
         out.print(f"{len(store)} chats are in {request.out}.", soft_wrap=True)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from filelock import FileLock
 from huggingface_hub import list_repo_files
+from rich import filesize
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,7 +31,6 @@ from transformers.utils import CONFIG_NAME
 
 from eagle_fsd.model.hub import find_file
 from eagle_fsd.utils.files import atomic_write
-from eagle_fsd.utils.text import format_bytes
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -156,10 +156,12 @@ def _convert(file: Path, folder: Path) -> None:
     free = shutil.disk_usage(folder.parent).free
     if size > free:
         raise ValueError(
-            f"its converted copy takes {format_bytes(size)}, but {folder.parent} has"
-            f" {format_bytes(free)} free; set XDG_CACHE_HOME to another folder"
+            f"its converted copy takes {filesize.decimal(size)}, but {folder.parent} has"
+            f" {filesize.decimal(free)} free; set XDG_CACHE_HOME to another folder"
         )
-    log.warning("converting %s, once, to %s (%s)", file, folder.with_suffix(""), format_bytes(size))
+    log.warning(
+        "converting %s, once, to %s (%s)", file, folder.with_suffix(""), filesize.decimal(size)
+    )
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         **source,
         config=config,

@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from rich import filesize
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.utils.data import Dataset
@@ -32,7 +33,6 @@ from eagle_fsd.train.loaded_target import LoadedTarget, check_device_map
 from eagle_fsd.utils.files import atomic_path, atomic_write
 from eagle_fsd.utils.processes import start_processes
 from eagle_fsd.utils.progress import Progress, ProgressFactory, no_progress
-from eagle_fsd.utils.text import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -149,15 +149,12 @@ def store_features(
     *,
     token: str | None = None,
     progress: ProgressFactory = no_progress,
-    on_estimate: Callable[[int, int, int], None] | None = None,
 ) -> FeatureStore | None:
     """Compute and store the target's features of chats; return None on all but the main process.
 
     Every process of ``accelerate launch`` or ``torchrun`` calls this, with the same output folder.
-    ``progress`` reports ``reading`` (in bytes) and ``features`` (in chats). ``on_estimate`` is
-    called before any features are computed, with the bytes that are still to be written
-    (estimated), the free bytes and the number of chats; OSError is raised if there is too little
-    space.
+    ``progress`` reports ``reading`` (in bytes) and ``features`` (in chats). OSError is
+    raised if there is too little space for the features that are still to be written.
     """
     state = start_processes()
     check_device_map(request.device_map, state.num_processes)
@@ -172,12 +169,11 @@ def store_features(
     stored = sum(shard.stat().st_size for shard in request.out.glob("features-*"))
     needed = max(0, needed - stored)
     free = shutil.disk_usage(request.out).free
-    if on_estimate is not None and is_main:
-        on_estimate(needed, free, len(chats))
+    needs, has = filesize.decimal(needed), filesize.decimal(free)
     if needed > free:
-        raise OSError(
-            f"{request.out} has {format_bytes(free)} free; about {format_bytes(needed)} are needed"
-        )
+        raise OSError(f"{request.out} has {has} free; about {needs} are needed")
+    if is_main:
+        log.warning("about %s for %d chats; %s are free in %s", needs, len(chats), has, request.out)
     fingerprint = loaded.fingerprint(request.data, request.max_length)
     with progress("features") as report:
         store = write_features(

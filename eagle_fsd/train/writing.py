@@ -15,6 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -186,6 +187,7 @@ class ServerWriter:
         )
         self.fingerprint = {"server": self.endpoint.redacted_url, "model": model}
         self.concurrency, self.on_tokens, self.prefix = server.concurrency, on_tokens, prefix
+        self._lock = Lock()
 
     def write(self, chats: Iterator[Writing | None], batch_size: int) -> Lines:
         """Yield lines in the order in which chats end; ``batch_size`` is left to the server.
@@ -214,7 +216,7 @@ class ServerWriter:
             return turn
 
         try:
-            client = ChatClient(self.endpoint, self.on_tokens)
+            client = ChatClient(self.endpoint)
             written = map_concurrently(finish, begin(), self.concurrency)
             with StopSignals("the chats in progress") as signals, closing(written):
                 for _, line in written:
@@ -235,11 +237,12 @@ class ServerWriter:
         }
         if turn.stop:
             options["stop"] = list(turn.stop)
-        if isinstance(turn.prompt, str):
-            prompt = turn.prompt.removeprefix(self.prefix)
-            text, complete, _ = client.continue_text(prompt, **options)
-        else:
-            text, complete, _ = client.answer(turn.prompt, **options)
+        prompt = turn.prompt
+        if isinstance(prompt, str):
+            prompt = prompt.removeprefix(self.prefix)
+        text, complete, tokens = client.answer(prompt, **options)
+        with self._lock:  # several threads request turns
+            self.on_tokens(tokens)
         return text, complete
 
     def failure(self, error: Exception | str) -> ValueError:

@@ -56,17 +56,12 @@ class EndpointError(ValueError):
 
 
 class ChatClient:
-    """A thread-safe client of one endpoint; raises EndpointError if the URL is invalid.
+    """A thread-safe client of one endpoint; raises EndpointError if the URL is invalid."""
 
-    ``on_tokens`` is called with the number of tokens of each reply, by one thread at a time.
-    """
-
-    def __init__(
-        self, endpoint: Endpoint, on_tokens: Callable[[int], None] = lambda count: None
-    ) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
         import openai  # takes a second
 
-        self.endpoint, self._on_tokens, self._lock = endpoint, on_tokens, Lock()
+        self.endpoint = endpoint
         self._key = endpoint.api_key or os.environ.get(KEY_VARIABLE) or NO_KEY
         self._client: Any
         try:
@@ -79,27 +74,28 @@ class ChatClient:
         except Exception as error:  # the errors of httpx's URL parser share no other base class
             raise self._failure(str(error)) from error
 
-    def complete(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Request the assistant's next message; "" if it has no content.
+    def answer(
+        self, prompt: str | Sequence[Mapping[str, Any]], **options: Any
+    ) -> tuple[str, bool, int]:
+        """Request the assistant's next message in a chat, or the continuation of a text.
 
+        Returns the text ("" without content), whether it is complete, and its number of tokens.
         Options are further parameters of the request, such as ``temperature``. Raises EndpointError
         if the endpoint cannot be reached or rejects the request.
         """
-        text, _, _ = self.answer(messages, **options)
-        return text
-
-    def answer(
-        self, messages: Sequence[Mapping[str, Any]], **options: Any
-    ) -> tuple[str, bool, int]:
-        """Request the assistant's next message, whether it is complete, and its number of tokens.
-
-        For options and errors, see :meth:`complete`.
-        """
+        model = self.endpoint.model
         with self._failures():
-            reply = self._client.chat.completions.create(
-                model=self.endpoint.model, messages=[dict(item) for item in messages], **options
-            )
-            return self._outcome(reply, reply.choices[0].message.content)
+            if isinstance(prompt, str):
+                reply = self._client.completions.create(model=model, prompt=prompt, **options)
+                text = reply.choices[0].text
+            else:
+                messages = [dict(item) for item in prompt]
+                reply = self._client.chat.completions.create(
+                    model=model, messages=messages, **options
+                )
+                text = reply.choices[0].message.content
+            tokens = reply.usage.completion_tokens if reply.usage else 0
+            return str(text or ""), reply.choices[0].finish_reason == "stop", tokens
 
     def stream(
         self, messages: Sequence[Mapping[str, Any]], **options: Any
@@ -107,7 +103,7 @@ class ChatClient:
         """Yield the texts of the assistant's next message as they arrive, then the usage.
 
         That is "" with the number of tokens; before, and from servers that do not report it, the
-        number is 0. For options and errors, see :meth:`complete`.
+        number is 0. For options and errors, see :meth:`answer`.
         """
         with self._failures():
             chunks = self._client.chat.completions.create(
@@ -124,14 +120,6 @@ class ChatClient:
                     if chunk.usage:
                         yield "", chunk.usage.completion_tokens
 
-    def continue_text(self, prompt: str, **options: Any) -> tuple[str, bool, int]:
-        """Request the continuation of a text; see :meth:`answer`."""
-        with self._failures():
-            reply = self._client.completions.create(
-                model=self.endpoint.model, prompt=prompt, **options
-            )
-            return self._outcome(reply, reply.choices[0].text)
-
     def list_models(self) -> list[tuple[str, str]]:
         """Return the name and the owner ("" if unknown) of each model that the endpoint lists."""
         with self._failures():
@@ -139,13 +127,6 @@ class ChatClient:
                 (str(item.id), str(getattr(item, "owned_by", None) or ""))
                 for item in self._client.models.list().data
             ]
-
-    def _outcome(self, reply: Any, text: Any) -> tuple[str, bool, int]:
-        """Return the text of a reply, whether it is complete, and its number of tokens."""
-        tokens = reply.usage.completion_tokens if reply.usage else 0
-        with self._lock:
-            self._on_tokens(tokens)
-        return str(text or ""), reply.choices[0].finish_reason == "stop", tokens
 
     @contextmanager
     def _failures(self) -> Iterator[None]:

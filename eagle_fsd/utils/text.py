@@ -31,12 +31,3 @@ def before_stop(text: str, stop: Iterable[str]) -> str:
 def escape_control_chars(text: str) -> str:
     """Replace control characters by visible symbols, so that a terminal does not act on them."""
     return text.translate(_CONTROL_PICTURES)
-
-
-def format_bytes(size: float) -> str:
-    """Format a size with a decimal unit, as in ``"1.5 GB"``."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

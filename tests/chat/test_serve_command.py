@@ -47,7 +47,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.delenv("EAGLE_FSD_API_KEYS", raising=False)
     monkeypatch.setattr(connections, "check_port", lambda *_: None)
     monkeypatch.setattr(connections, "run_server", run_server)
-    monkeypatch.setattr(worker, "run_worker", lambda *_, **options: calls.append(options))
+    monkeypatch.setattr(worker.FSDWorker, "keep_registered", lambda _: None)
     return calls
 
 
@@ -115,6 +115,9 @@ def test_urls_and_keys_of_a_worker(
     """URLs have no trailing slash."""
     monkeypatch.setenv("EAGLE_FSD_API_KEYS", KEY)
     local, loopback = "http://127.0.0.1:21001", "http://127.0.0.1:21002"
+    workers: list[worker.FSDWorker] = []
+    app = worker.worker_app
+    monkeypatch.setattr(worker, "worker_app", lambda item: workers.append(item) or app(item))
     for options, controller, address in (
         (("--host", "0.0.0.0"), local, loopback),
         (("--controller", "none"), None, loopback),
@@ -123,9 +126,9 @@ def test_urls_and_keys_of_a_worker(
     ):
         status, _, errors = run("serve", "worker", *options)
         assert status == 0, errors
-        found = started.pop()
-        assert (found["controller"], found["address"]) == (controller, address)
-        assert found["access"].keys == (KEY,)
+        found = workers.pop()
+        assert (found.controller, found.address) == (controller, worker.with_key(address, KEY))
+        assert started.pop().access.keys == (KEY,)
     assert worker.with_key("http://c:2", "a/b") == "http://eagle-fsd:a%2Fb@c:2"
 
 
@@ -146,8 +149,7 @@ def test_imports_have_no_effects(tmp_path: Path) -> None:
         "streams = sys.stdout, sys.stderr\n"
         "import eagle_fsd.chat.serve.worker\n"
         "assert streams == (sys.stdout, sys.stderr)\n"
-        "from fastchat.constants import WORKER_HEART_BEAT_INTERVAL as interval\n"
-        "print(interval)\n"
+        "print(eagle_fsd.chat.serve.worker.HEART_BEAT_INTERVAL)\n"
     )
     environment = {name: text for name, text in os.environ.items() if name != "LOGDIR"}
     found = subprocess.run(

@@ -64,7 +64,7 @@ def test_a_file_is_a_target(
         pair = EagleFSD.from_pretrained(file, "ngram")
     (copy,) = (path for path in cache.iterdir() if path.is_dir())
     (message,) = (record.getMessage() for record in caplog.records)
-    assert message == f"converting {file}, once, to {copy} (75.3 KB)"
+    assert message == f"converting {file}, once, to {copy} (75.3 kB)"
     assert_weights_are_the_files(pair.model, file)
     assert pair.model.config.name_or_path == str(file)
     written = (copy / "model.safetensors").stat().st_mtime_ns

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 import timeit
 from pathlib import Path
@@ -146,20 +147,24 @@ def test_noise_depends_on_the_chat_and_the_seed_only(store: FeatureStore) -> Non
 
 
 def test_too_little_space_is_reported_before_writing(
-    source: Source, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Source,
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What an earlier run has stored is not counted."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
     request = FeaturesRequest(data=source.chats.file.path, out=tmp_path / "features", target=target)
-    estimates: list[tuple[int, int, int]] = []
-    with pytest.raises(OSError, match=r"has 10\.0 B free; about [\d.]+ KB are needed"):
-        store_features(request, on_estimate=lambda *estimate: estimates.append(estimate))
-    assert [estimate[1:] for estimate in estimates] == [(10, COUNT)]
+    with pytest.raises(OSError, match=r"has 10 bytes free; about [\d.]+ kB are needed"):
+        store_features(request)
     assert not any(request.out.iterdir())
     monkeypatch.undo()
     for _ in range(2):
-        store_features(request, on_estimate=lambda *estimate: estimates.append(estimate))
-    assert estimates[2][0] < estimates[1][0] / 2
+        store_features(request)
+    found = re.findall(rf"about ([\d.]+) kB for {COUNT} chats; .* are free in ", caplog.text)
+    first, second = map(float, found)
+    assert second < first / 2
 
 
 def test_chats_that_the_template_rejects_are_reported(

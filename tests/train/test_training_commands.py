@@ -18,13 +18,18 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 def test_stored_features_can_be_trained_on(
-    succeed: Any, run: Run, target: Path, data: Path, tmp_path: Path
+    succeed: Any,
+    run: Run,
+    target: Path,
+    data: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = tmp_path / "features"
     store = ("train", "features", "--data", data, "--out", folder, "--target", target)
     out, errors = succeed(*store, "--max-length", 64)
     assert "10 chats are in" in out
-    assert re.search(r"about [\d.]+ KB for 10 chats; .* are free", errors)
+    assert re.search(r"about [\d.]+ kB for 10 chats; .* are free", caplog.text)
     arguments = without_option(command(data, tmp_path / "out", target, max_steps=2), "--data")
     succeed(*arguments, "--features", folder)
     assert len(read_losses(tmp_path / "out")) == 2

@@ -30,7 +30,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eagle_fsd.chat.request_body import BodyTimeoutError, BodyTooLargeError, read_body
+from eagle_fsd.chat.request_body import RefusedError, read_body
 from eagle_fsd.chat.serve.asgi import replay_body
 
 log = logging.getLogger(__name__)
@@ -73,14 +73,6 @@ class Access:
 
 #: Requires no key, and trusts this machine's names.
 ANYONE = Access()
-
-
-class RefusedError(Exception):
-    """The request is refused with an HTTP status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 def _detail(message: str, status: int) -> dict[str, Any]:
@@ -212,12 +204,7 @@ class Guard:
         if not _has_body(headers):
             return receive
         length = headers.get(b"content-length", b"").decode("latin-1")
-        try:
-            body = await read_body(Request(scope, receive).stream(), length, self.max_body)
-        except BodyTooLargeError as error:
-            raise RefusedError(413, str(error)) from error
-        except BodyTimeoutError as error:
-            raise RefusedError(408, str(error)) from error
+        body = await read_body(Request(scope, receive).stream(), length, self.max_body)
         return replay_body(body, receive)
 
 

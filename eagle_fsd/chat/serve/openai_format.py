@@ -42,7 +42,6 @@ from eagle_fsd.chat.requests import MAX_ALTERNATIVES, MAX_BIAS
 from eagle_fsd.chat.serve.body import Body
 from eagle_fsd.chat.serve.tools import (
     MAX_TOOLS,
-    NamedTool,
     Tool,
     ToolCall,
     ToolChoice,
@@ -156,14 +155,12 @@ class Message(Body):
     annotations: list[Any] = Field(default=[], max_length=0)
     parsed: Any = Field(default=None, description="Ignored; OpenAI's client adds it.")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_content(cls, values: Any) -> Any:
+    @model_validator(mode="after")
+    def _check_content(self) -> Message:
         # An assistant may have called tools only.
-        given = isinstance(values, dict) and values.get("content") is not None
-        if isinstance(values, dict) and not given and values.get("role") != "assistant":
+        if self.role != "assistant" and "content" not in self.model_fields_set:
             raise ValueError("must have content")
-        return values
+        return self
 
 
 def to_chat(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -345,7 +342,7 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("must set logprobs with top_logprobs")
         choice = self.tool_choice
-        if isinstance(choice, NamedTool) and choice.function.name not in self.tool_names:
+        if isinstance(choice, Tool) and choice.function.name not in self.tool_names:
             raise ValueError("must have the tool that tool_choice names in tools")
         if choice == "required" and not self.tools:
             raise ValueError("must have tools if tool_choice is required")
@@ -371,9 +368,7 @@ class ChatRequest(GenerationRequest):
         if self.tool_names:
             choice = self.tool_choice
             params["tools"] = [tool.model_dump(exclude_unset=True) for tool in self.tools]
-            params["tool_choice"] = (
-                choice.function.name if isinstance(choice, NamedTool) else choice
-            )
+            params["tool_choice"] = choice.function.name if isinstance(choice, Tool) else choice
         return [params]
 
 

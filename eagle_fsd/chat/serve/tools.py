@@ -42,32 +42,17 @@ class Tool(Body):
     function: Function
 
 
-class NamedFunction(Body):
-    """The name of a function."""
-
-    name: Name
-
-
-class NamedTool(Body):
-    """The choice of one tool."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
 def _check_choice(value: Any) -> Any:
     """Give one message for any invalid value; a union has an error for each of its types."""
     if value in ("none", "auto", "required"):
         return value
     try:
-        return NamedTool.model_validate(value)
+        return Tool.model_validate(value)
     except ValidationError:
         raise ValueError("must be none, auto, required, or a function with a name") from None
 
 
-ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_check_choice)
-]
+ToolChoice = Annotated[Literal["none", "auto", "required"] | Tool, BeforeValidator(_check_choice)]
 
 
 class FunctionCall(Body):

@@ -1,41 +1,32 @@
 """A FastChat worker that decodes with a pair.
 
-:class:`FSDWorker` uses FastChat's registration and heartbeat; :func:`worker_app` serves FastChat's
-worker protocol, including its error codes, so FastChat's controller, API server and web page
-work unchanged. The routes are implemented here because FastChat's leak a semaphore slot on every
-error.
+:class:`FSDWorker` registers with FastChat's controller; :func:`worker_app` serves FastChat's worker
+protocol, including its error codes, so FastChat's controller, API server and web page work
+unchanged. Both are implemented here because FastChat's routes leak a semaphore slot on every error,
+and its base class redirects the standard streams to log files.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
-import secrets
-import sys
-import threading
-from collections.abc import AsyncGenerator, Sequence
+import time
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 from urllib.parse import quote, urlsplit, urlunsplit
 
-# Seconds, which FastChat reads when it is imported. Its own default is 45.
-os.environ.setdefault("FASTCHAT_WORKER_HEART_BEAT_INTERVAL", "5")
-
 import httpx
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from starlette.requests import ClientDisconnect
 
 from eagle_fsd.chat.backend import LocalBackend
 from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.decode_queue import DecodingError, QueueFullError
 from eagle_fsd.chat.request_body import RequestError, read_json, shorten
-from eagle_fsd.chat.serve.api import CLIENT_CLOSED_REQUEST, add_status_routes
-from eagle_fsd.chat.serve.asgi import ClosingStream, until_disconnected
-from eagle_fsd.chat.serve.connections import BoundedServer, run_server
-from eagle_fsd.chat.serve.guard import Access, Guard
+from eagle_fsd.chat.serve.api import CancellableRoute, add_status_routes
+from eagle_fsd.chat.serve.asgi import ClosingStream
 from eagle_fsd.chat.serve.metrics import ServerMetrics
 from eagle_fsd.chat.serve.openai_format import (
     MAX_EMBEDDING_INPUTS,
@@ -46,33 +37,17 @@ from eagle_fsd.chat.wire_format import conversation_template, decode_chat
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.chat_templates import ChatTemplate
 
-
-def _import_fastchat() -> Any:
-    """Import FastChat's base worker without letting it redirect stdout or create log files."""
-    # FastChat reads LOGDIR once, when it is first imported. If unset, FastChat would write logs to
-    # the working directory.
-    utils: Any = importlib.import_module("fastchat.utils")
-    utils.LOGDIR = os.environ.get("LOGDIR", "")
-    streams = sys.stdout, sys.stderr
-    try:
-        module: Any = importlib.import_module("fastchat.serve.base_model_worker")
-    finally:
-        sys.stdout, sys.stderr = streams
-    # Without a logger, a worker would create one that redirects the standard streams to a file.
-    module.logger = logging.getLogger("model_worker")
-    return module
-
-
-_BaseWorker: Any = _import_fastchat().BaseModelWorker
 log = logging.getLogger(__name__)
 
+#: Seconds between two heartbeats; FastChat's own default is 45.
+HEART_BEAT_INTERVAL = int(os.environ.get("FASTCHAT_WORKER_HEART_BEAT_INTERVAL", "5"))
 #: Seconds to wait for the controller.
 CONTROLLER_TIMEOUT = 5.0
 #: FastChat's error codes, see ``fastchat.constants.ErrorCode``.
 INVALID_KEY, OVERLOADED, INTERNAL = 40101, 42903, 50001
 
 
-class FSDWorker(_BaseWorker):  # type: ignore[misc]
+class FSDWorker:
     """A pair behind a FastChat controller, or without one if ``controller`` is None.
 
     ``address`` is the URL at which FastChat's servers reach this worker, and ``names`` are the
@@ -88,30 +63,34 @@ class FSDWorker(_BaseWorker):  # type: ignore[misc]
         address: str,
         names: list[str],
     ) -> None:
-        super().__init__(controller or "", address, secrets.token_hex(4), names[0], names, 1)
-        self.tokenizer, self.context_len = model.tokenizer, model.target.stable_length
+        self.controller, self.address, self.names = controller, address, names
+        self.context_len = model.target.stable_length
+        self.call_ct = 0  # requests for answers so far
         self.metrics = ServerMetrics()
         self.backend = LocalBackend(
             model, chat_template, limits, name=names[0], observer=self.metrics
         )
         self.queue = self.backend.queue
 
-    def make_conv_template(self, *_: Any, **__: Any) -> Any:
-        """Return the template that carries chats through FastChat's API server."""
-        return conversation_template()
+    def status(self) -> dict[str, Any]:
+        """Return the model's names and the number of its requests, as FastChat expects them."""
+        return {"model_names": self.names, "speed": 1, "queue_length": len(self.queue)}
 
-    def get_queue_length(self) -> int:
-        """Return the number of requests that are waiting or being decoded."""
-        return len(self.queue)
+    def keep_registered(self) -> None:
+        """Register with the controller, and send it heartbeats; does not return."""
+        self.register_to_controller()
+        while True:
+            time.sleep(HEART_BEAT_INTERVAL)
+            self.send_heart_beat()
 
     def register_to_controller(self) -> None:
         """Register; if the controller is unreachable, the next heartbeat retries."""
         self._ask_controller(
             "register_worker",
             {
-                "worker_name": self.worker_addr,
+                "worker_name": self.address,
                 "check_heart_beat": True,
-                "worker_status": self.get_status(),
+                "worker_status": self.status(),
                 "multimodal": False,
             },
         )
@@ -120,14 +99,14 @@ class FSDWorker(_BaseWorker):  # type: ignore[misc]
         """Send a heartbeat; register if the controller does not know this worker."""
         found = self._ask_controller(
             "receive_heart_beat",
-            {"worker_name": self.worker_addr, "queue_length": self.get_queue_length()},
+            {"worker_name": self.address, "queue_length": len(self.queue)},
         )
         if isinstance(found, dict) and not found.get("exist"):
             self.register_to_controller()
 
     def _ask_controller(self, route: str, body: dict[str, Any]) -> Any:
         """Return the controller's reply, or log a warning and return None without a valid one."""
-        url = f"{self.controller_addr}/{route}"
+        url = f"{self.controller}/{route}"
         try:
             reply = httpx.post(url, json=body, timeout=CONTROLLER_TIMEOUT, trust_env=False)
             return reply.raise_for_status().json()
@@ -204,6 +183,7 @@ def worker_error(message: str, status: int) -> dict[str, Any]:
 def worker_app(worker: FSDWorker) -> FastAPI:
     """Return the application that serves FastChat's worker protocol, health and metrics."""
     app = FastAPI(title="eagle-fsd worker", docs_url=None, redoc_url=None, openapi_url=None)
+    app.router.route_class = CancellableRoute
 
     async def json_body(request: Request) -> dict[str, Any]:
         return read_json(await request.body() or b"{}")
@@ -212,10 +192,6 @@ def worker_app(worker: FSDWorker) -> FastAPI:
     async def reject(_: Request, error: RequestError) -> Response:
         worker.metrics.requests.labels("refused").inc()
         return JSONResponse(error_output(str(error), error.code), status_code=400)
-
-    @app.exception_handler(ClientDisconnect)
-    async def disconnected(_: Request, __: ClientDisconnect) -> Response:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     @app.exception_handler(Exception)
     async def failed(_: Request, __: Exception) -> Response:
@@ -236,18 +212,11 @@ def worker_app(worker: FSDWorker) -> FastAPI:
     @app.post("/worker_generate")
     async def generate(request: Request) -> Response:
         params = await json_body(request)
+        output: dict[str, Any] = {}
         logprobs: dict[str, list[Any]] = {}
-
-        async def last_output() -> dict[str, Any]:
-            output: dict[str, Any] = {}
-            async for output in worker.answers(params, request.state.client):
-                for name, values in (output.get("logprobs") or {}).items():
-                    logprobs.setdefault(name, []).extend(values)
-            return output
-
-        output = await until_disconnected(request.receive, last_output())
-        if output is None:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        async for output in worker.answers(params, request.state.client):
+            for name, values in (output.get("logprobs") or {}).items():
+                logprobs.setdefault(name, []).extend(values)
         return JSONResponse({**output, "logprobs": logprobs or None})
 
     @app.post("/worker_get_embeddings")
@@ -262,25 +231,20 @@ def worker_app(worker: FSDWorker) -> FastAPI:
                 f"input must be 1 to {MAX_EMBEDDING_INPUTS} non-empty strings; got {len(texts)}"
             )
         try:
-            work = worker.backend.embed(texts, request.state.client)
-            found = await until_disconnected(request.receive, work)
+            vectors, count = await worker.backend.embed(texts, request.state.client)
         except RequestError as error:  # counted by the backend
             return JSONResponse(error_output(str(error), error.code), status_code=400)
         except QueueFullError as error:
             return JSONResponse(error_output(str(error), OVERLOADED))
         except DecodingError as error:
             return JSONResponse(error_output(str(error), INTERNAL))
-        if found is None:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        vectors: list[Any] = found[0]
-        if params.get("encoding_format") == "base64":
-            vectors = list(map(base64_vector, vectors))
-        return JSONResponse({"embedding": vectors, "token_num": found[1]})
+        base64 = params.get("encoding_format") == "base64"
+        found = list(map(base64_vector, vectors)) if base64 else vectors
+        return JSONResponse({"embedding": found, "token_num": count})
 
     @app.post("/worker_get_status")
     async def get_status() -> dict[str, Any]:
-        status: dict[str, Any] = worker.get_status()
-        return status
+        return worker.status()
 
     @app.post("/count_token")
     async def count_token(request: Request) -> dict[str, Any]:
@@ -288,8 +252,7 @@ def worker_app(worker: FSDWorker) -> FastAPI:
 
     @app.post("/worker_get_conv_template")
     async def get_conv_template() -> dict[str, Any]:
-        template: dict[str, Any] = worker.get_conv_template()
-        return template
+        return {"conv": conversation_template()}
 
     @app.post("/model_details")
     async def model_details() -> dict[str, int]:
@@ -297,50 +260,6 @@ def worker_app(worker: FSDWorker) -> FastAPI:
 
     add_status_routes(app, worker.backend, worker.metrics)
     return app
-
-
-def run_worker(
-    model: EagleFSD,
-    chat_template: ChatTemplate,
-    limits: Limits,
-    *,
-    host: str,
-    port: int,
-    controller: str | None,
-    address: str,
-    names: Sequence[str],
-    access: Access,
-    shutdown_timeout: float,
-) -> None:
-    """Serve a pair as a FastChat worker until SIGINT or SIGTERM; see :class:`FSDWorker`.
-
-    Raises OSError as :func:`~eagle_fsd.chat.serve.connections.run_server`.
-    """
-    if access.keys:
-        address = with_key(address, access.keys[0])
-    worker = FSDWorker(
-        model, chat_template, limits, controller=controller, address=address, names=list(names)
-    )
-
-    def register() -> None:
-        # Only once the port is open: the controller may send a request at once.
-        threading.Thread(target=worker.init_heart_beat, daemon=True).start()
-
-    try:
-        app = Guard(worker_app(worker), access, limits.max_body, error_body=worker_error)
-        on_started = register if controller else lambda: None
-        run_server(
-            BoundedServer(
-                app,
-                host,
-                port,
-                queue=worker.queue,
-                shutdown_timeout=shutdown_timeout,
-                on_started=on_started,
-            )
-        )
-    finally:
-        worker.backend.close()
 
 
 def with_key(address: str, key: str) -> str:

@@ -128,7 +128,7 @@ def ask(
             client = ChatClient(endpoint)
 
             def complete(prompt: JudgePrompt) -> str:
-                return client.complete(prompt.messages(), temperature=0, max_tokens=MAX_TOKENS)
+                return client.answer(prompt.messages(), temperature=0, max_tokens=MAX_TOKENS)[0]
 
             with closing(map_concurrently(complete, waiting, parallel)) as found:
                 for prompt, text in found:
