@@ -54,19 +54,17 @@ class RuleStates:
             rule = rule.rule
         assert not rule.state_size  # every column is that of a wrapper, the innermost one's first
         self._delayed = [isinstance(wrapper, DelayedRule) for wrapper in reversed(wrappers)]
-        self._slots: dict[str, int] = {}
-        self._values = torch.zeros(0, len(wrappers))
-        self._names: tuple[str, ...] = ()
-        self._now: Tensor | None = None
+        self._values: dict[str, Tensor] = {}  # [W] of each request
+        self._names: list[str] = []  # of the last call of `of`
 
     def keep_only(self, requests: Iterable[str]) -> None:
         """Forget all requests but these."""
-        self.forget(self._slots.keys() - requests)
+        self.forget(self._values.keys() - requests)
 
     def forget(self, requests: Iterable[str]) -> None:
         """Forget requests that have ended."""
         for name in requests:
-            self._slots.pop(name, None)
+            self._values.pop(name, None)
 
     def of(
         self, requests: Sequence[str], emitted: Callable[[], Tensor], device: torch.device
@@ -76,21 +74,9 @@ class RuleStates:
         ``emitted`` returns ``[B]``, the numbers of tokens that their answers have; it is called if
         a state depends on these.
         """
-        taken = set(self._slots.values())
-        free = [slot for slot in range(len(taken) + len(requests)) if slot not in taken]
-        new = [name for name in requests if name not in self._slots]
-        self._slots |= dict(zip(new, free, strict=False))
-        if (missing := len(taken) + len(requests) - len(self._values)) > 0:
-            more = self._values.new_zeros(len(self._values) + missing, len(self._delayed))
-            self._values = torch.cat([self._values, more]).to(device)
-        if new:  # in a slot of an earlier request
-            slots = torch.tensor([self._slots[name] for name in new])
-            self._values.index_fill_(0, slots.to(device, non_blocking=True), 0.0)
-        if new or tuple(requests) != self._names:  # otherwise the slots of the last step
-            self._names = tuple(requests)
-            slots = torch.tensor([self._slots[name] for name in requests])
-            self._now = slots.to(device, non_blocking=True)
-        state = self._values[self._now]
+        self._names = list(requests)
+        fresh = torch.zeros(len(self._delayed), device=device)
+        state = torch.stack([self._values.get(name, fresh) for name in self._names])
         for column, delayed in enumerate(self._delayed):
             if delayed:  # the engine also emits tokens without the rule
                 state[:, column] = emitted()
@@ -98,8 +84,7 @@ class RuleStates:
 
     def store(self, state: Tensor) -> None:
         """Set the states ``[B, W]`` of the requests of the last :meth:`of`."""
-        assert self._now is not None
-        self._values[self._now] = state
+        self._values.update(zip(self._names, state.unbind(), strict=True))
 
 
 class EngineRule:

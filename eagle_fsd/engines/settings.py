@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import json
 import logging
 import os
@@ -108,40 +106,10 @@ def describe(settings: Settings, engine: str) -> str:
     return f"eagle_fsd: {settings.label}; {certificate}"
 
 
-def check_version(engine: str, found: str, supported: str, signatures: Mapping[str, str]) -> None:
-    """Raise ``OptionsError`` for a version of an engine that this package was not written for.
-
-    ``supported`` is a pattern of versions; see :func:`changed_signatures` for ``signatures``.
-    """
-    changed = changed_signatures(signatures)
-    if changed or not fnmatchcase(found, supported):
-        raise OptionsError(
-            f"this version of eagle_fsd supports {engine} {supported}; got {found}"
-            + (f", in which {changed[0]} is missing or has other parameters" if changed else "")
-        )
-
-
-def changed_signatures(signatures: Mapping[str, str]) -> list[str]:
-    """Find the callables that are missing, or whose last parameters are not the expected ones.
-
-    The keys are ``module:name``, and the values names of parameters, separated by spaces.
-    """
-    return [
-        path for path, expected in signatures.items() if not _has_parameters(path, expected.split())
-    ]
-
-
-def _has_parameters(path: str, expected: list[str]) -> bool:
-    """Return whether a callable exists and its last parameters are the expected ones."""
-    module, _, name = path.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError):
-        return False
-    names = list(inspect.signature(inspect.unwrap(found)).parameters)
-    return names[len(names) - len(expected) :] == expected
+def check_version(engine: str, found: str, supported: str) -> None:
+    """Raise ``OptionsError`` unless a version of an engine matches the pattern ``supported``."""
+    if not fnmatchcase(found, supported):
+        raise OptionsError(f"this version of eagle_fsd supports {engine} {supported}; got {found}")
 
 
 def check_weights(settings: Settings, folders: Mapping[str, str], log: logging.Logger) -> None:

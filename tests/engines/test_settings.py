@@ -15,7 +15,6 @@ from eagle_fsd import AcceptanceConfig, OptionsError, Origin
 from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.engines.bookkeeping import Counter, RuleStates
 from eagle_fsd.engines.settings import (
-    changed_signatures,
     check_weights,
     describe,
     find_settings,
@@ -78,17 +77,6 @@ def test_weights_other_than_the_calibrated_ones_are_rejected(
         check_weights(settings, {"target": str(BUNDLED_DRAFT_MODEL)}, log)
     check_weights(settings, {"drafter": str(tmp_path)}, log)
     assert "cannot tell whether" in caplog.text
-
-
-def test_changed_signatures_are_found() -> None:
-    module = "eagle_fsd.engines.settings"
-    assert changed_signatures({f"{module}:find_settings": "config", f"{module}:rule_of": ""}) == []
-    changed = {
-        f"{module}:describe": "settings certificate",
-        f"{module}:missing": "settings",
-        f"{module}.missing:describe": "settings engine",
-    }
-    assert changed_signatures(changed) == list(changed)
 
 
 def test_states_follow_requests() -> None:

@@ -33,16 +33,8 @@ from eagle_fsd.utils.options import OptionsError
 
 #: The version of SGLang that this plugin was written for.
 VERSION = "0.5.23"
-EAGLE_SAMPLE = "sglang.srt.speculative.eagle_utils:eagle_sample"
-CHECK_ARGUMENTS = "sglang.srt.server_args:ServerArgs.check_server_args"
-#: Parameters of what the plugin wraps.
-SIGNATURES = {
-    EAGLE_SAMPLE: (
-        "verify_input batch logits_output grammar_mask uno_target_max_top_k watermark_state"
-        " watermark_full_mask"
-    ),
-    CHECK_ARGUMENTS: "self",
-}
+EAGLE_SAMPLE = "sglang.srt.speculative.eagle_utils.eagle_sample"
+CHECK_ARGUMENTS = "sglang.srt.server_args.ServerArgs.check_server_args"
 #: Kinds of speculation whose trees ``eagle_sample`` verifies.
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 #: Options that must keep these values: their rules would be replaced, or their draws.
@@ -69,12 +61,12 @@ def install(settings: Settings) -> None:
             f"SGLang verifies trees without the draft's distributions; eagle_fsd's {settings.label}"
             " needs them or a random number of its own: set another rule"
         )
-    check_version("SGLang", sglang_version, VERSION, SIGNATURES)
+    check_version("SGLang", sglang_version, VERSION)
     for path, hook, kind in (
         (EAGLE_SAMPLE, RelaxedSample(rule), HookType.AROUND),
         (CHECK_ARGUMENTS, ArgumentCheck(settings), HookType.AFTER),
     ):
-        HookRegistry.register(path.replace(":", "."), hook, kind)
+        HookRegistry.register(path, hook, kind)
 
 
 class ArgumentCheck:

@@ -31,41 +31,6 @@ from eagle_fsd.utils.options import OptionsError
 
 #: Pattern of the vLLM versions that this plugin was written for and tested with.
 VERSION = "0.32.*"
-#: Package of Model Runner V2.
-RUNNER_V2 = "vllm.v1.worker.gpu"
-#: Parameters of what the plugin calls or overrides, by module and name.
-SIGNATURES = {
-    "vllm.v1.sample.rejection_sampler:RejectionSampler.__init__": "sampler spec_config device",
-    "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": (
-        "metadata draft_probs logits sampling_metadata"
-    ),
-    "vllm.v1.sample.rejection_sampler:RejectionSampler.apply_logits_processors": (
-        "logits sampling_metadata metadata"
-    ),
-    "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p": "logits k p",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample": "logits spec_decode_metadata",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids": "",
-    "vllm.v1.worker.worker_base:WorkerBase.__init__": "",
-    "vllm.config.vllm:get_current_vllm_config_or_none": "",
-    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._sample_draft_tokens": (
-        "hidden_states sampling_metadata"
-    ),
-}
-#: The same for Model Runner V2.
-SIGNATURES_V2 = {
-    f"{RUNNER_V2}.spec_decode.rejection_sampler:RejectionSampler._verify": (
-        "logits draft_logits draft_sampled pos cu_num_logits idx_mapping idx_mapping_np"
-        " expanded_idx_mapping expanded_local_pos seq_lens_upper_bound_np verify_draft_sampled"
-    ),
-    f"{RUNNER_V2}.sample.sampler:Sampler.apply_sampling_params": (
-        "logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos"
-        " seq_lens_upper_bound_np skip_top_k_top_p"
-    ),
-    f"{RUNNER_V2}.sample.states:SamplingStates.apply_temperature": (
-        "logits expanded_idx_mapping idx_mapping_np"
-    ),
-    f"{RUNNER_V2}.model_runner:GPUModelRunner.finish_requests": "scheduler_output",
-}
 log = logging.getLogger("vllm.eagle_fsd")
 
 
@@ -115,8 +80,7 @@ def check_config(config: VllmConfig) -> None:
     if settings.lossless:
         log.info("eagle_fsd: the settings are lossless; vLLM is unchanged")
         return
-    signatures = SIGNATURES_V2 if config.use_v2_model_runner else SIGNATURES
-    check_version("vLLM", vllm_version, VERSION, signatures)
+    check_version("vLLM", vllm_version, VERSION)
     speculative = config.speculative_config
     if speculative is None:
         raise OptionsError("settings for eagle_fsd need a --speculative-config: nothing is drafted")

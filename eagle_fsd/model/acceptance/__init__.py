@@ -36,41 +36,24 @@ a token if its raised probability reaches ``max p``.
 
 from __future__ import annotations
 
-from eagle_fsd.model.acceptance.draws import BudgetRule, DrawnRule, MixtureRule, TargetRule
-from eagle_fsd.model.acceptance.thresholds import (
-    CascadeRule,
-    DeferredRule,
-    ExactRule,
-    FuzzyRule,
-    MarginRule,
-    RegretRule,
-    TopKRule,
-    TypicalRule,
-)
-from eagle_fsd.model.acceptance.wrappers import DelayedRule, LimitedRule, PhaseRule, WrappedRule
+from eagle_fsd.model.acceptance.draws import BudgetRule as BudgetRule
+from eagle_fsd.model.acceptance.draws import DrawnRule as DrawnRule
+from eagle_fsd.model.acceptance.draws import MixtureRule as MixtureRule
+from eagle_fsd.model.acceptance.draws import TargetRule as TargetRule
+from eagle_fsd.model.acceptance.thresholds import CascadeRule as CascadeRule
+from eagle_fsd.model.acceptance.thresholds import DeferredRule as DeferredRule
+from eagle_fsd.model.acceptance.thresholds import ExactRule as ExactRule
+from eagle_fsd.model.acceptance.thresholds import FuzzyRule as FuzzyRule
+from eagle_fsd.model.acceptance.thresholds import MarginRule as MarginRule
+from eagle_fsd.model.acceptance.thresholds import RegretRule as RegretRule
+from eagle_fsd.model.acceptance.thresholds import TopKRule as TopKRule
+from eagle_fsd.model.acceptance.thresholds import TypicalRule as TypicalRule
+from eagle_fsd.model.acceptance.wrappers import DelayedRule as DelayedRule
+from eagle_fsd.model.acceptance.wrappers import LimitedRule as LimitedRule
+from eagle_fsd.model.acceptance.wrappers import PhaseRule as PhaseRule
+from eagle_fsd.model.acceptance.wrappers import WrappedRule as WrappedRule
 from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.model.verify import AcceptanceRule
-
-__all__ = [
-    "RULES",
-    "BudgetRule",
-    "CascadeRule",
-    "DeferredRule",
-    "DelayedRule",
-    "DrawnRule",
-    "ExactRule",
-    "FuzzyRule",
-    "LimitedRule",
-    "MarginRule",
-    "MixtureRule",
-    "PhaseRule",
-    "RegretRule",
-    "TargetRule",
-    "TopKRule",
-    "TypicalRule",
-    "WrappedRule",
-    "rule_for",
-]
 
 #: Rules from the literature by name: with published values, if any, and with stricter or looser
 #: ones. (SGLang's two rules, ``single`` and ``acc``, are off by default. In greedy decoding,

@@ -186,14 +186,12 @@ def test_other_versions_are_refused_with_settings_only(monkeypatch: pytest.Monke
     """Without settings, the plugin loads in any vLLM version, even if modules are missing."""
     monkeypatch.setattr(patches, "vllm_version", "0.33.0")
     with pytest.raises(OptionsError, match=r"supports vLLM 0\.32\.\*; got 0\.33\.0$"):
-        check_version("vLLM", patches.vllm_version, patches.VERSION, patches.SIGNATURES)
+        check_version("vLLM", patches.vllm_version, patches.VERSION)
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.worker_base", None)
     config = patches.VllmConfig
     monkeypatch.setattr(config, "__post_init__", config.__post_init__)  # restored afterwards
     monkeypatch.setattr(config, "_eagle_fsd", False, raising=False)
     register()
-    with pytest.raises(OptionsError, match=r"in which vllm\.v1\.worker\.worker_base:WorkerBase"):
-        check_version("vLLM", patches.vllm_version, patches.VERSION, patches.SIGNATURES)
     assert type(RejectionSampler(Sampler())) is RejectionSampler
 
 

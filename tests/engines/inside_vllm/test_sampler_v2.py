@@ -21,7 +21,6 @@ from vllm import triton_utils
 
 from eagle_fsd import AcceptanceConfig
 from eagle_fsd.engines.chains import Layout, acceptance
-from eagle_fsd.engines.settings import changed_signatures
 from eagle_fsd.model.acceptance import rule_for
 from eagle_fsd.model.verify import verify
 from eagle_fsd.model.vocabulary import Distributions
@@ -40,7 +39,6 @@ with pytest.MonkeyPatch.context() as patch:
     from vllm.v1.worker.gpu.sample.states import SamplingStates
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-    from eagle_fsd.engines.vllm.patches import SIGNATURES_V2
     from eagle_fsd.engines.vllm.sampler_v2 import RelaxedSamplerV2, extend_runner_v2
 
 VOCABULARY, CHAIN, PROMPT = 32, 5, 10
@@ -260,7 +258,3 @@ def test_states_are_those_of_requests() -> None:
     step.finished_req_ids, step.preempted_req_ids = {"request 0"}, set()
     runner.finish_requests(step)
     assert len(early.verified(limited)[0][0]) == lengths[0]
-
-
-def test_signatures_are_those_of_this_version() -> None:
-    assert changed_signatures(SIGNATURES_V2) == []
