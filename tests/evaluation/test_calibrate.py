@@ -592,8 +592,8 @@ def test_questions_without_references_certify_agreement_and_regret(
     assert read_settings(tmp_path / "agreement" / "fsd.json").acceptance["threshold"] == 0.0
     assert "12 fresh questions cannot show a loss" in caplog.text
     out = tmp_path / "regret"
-    request, config = request.updated(out=out), CONFIG.updated(measure="regret", max_regret=0.013)
-    found = calibrated(request, 50.0, config)
+    config = CONFIG.updated(measure="regret", max_regret=0.013, max_new_tokens=64)
+    found = calibrated(request.updated(out=out), 50.0, config)
     choices = [item["choices"][0] for item in read_jsonl(out / f"{CHOSEN}.jsonl")]
     lost = sum(sum(item["regrets"][0]) > 0.013 * item["new_tokens"][0] for item in choices)
     assert 0 < lost < len(choices) == 12
