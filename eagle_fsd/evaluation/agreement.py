@@ -296,7 +296,8 @@ def _turn_pieces(
             pieces[-1]["text"] += text
             continue
         pieces.append(piece)
-    return [piece for piece in pieces if piece["text"]]
+    # A fuzzy token may be only the first byte of a character.
+    return [piece for piece in pieces if piece["text"] or piece.get("fuzzy")]
 
 
 def _texts(

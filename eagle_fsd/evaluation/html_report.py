@@ -81,7 +81,7 @@ def _template() -> Template:
         lstrip_blocks=True,
         finalize=lambda value: escape_control_chars(value) if type(value) is str else value,
     )
-    environment.filters.update(tip=_tip, price=_price, visible=_visible)
+    environment.filters.update(tip=_tip, fuzzy=_fuzzy_summary, visible=_visible)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
 
 
@@ -94,14 +94,14 @@ def _tip(piece: dict[str, Any]) -> str:
     return text
 
 
-def _price(pieces: list[dict[str, Any]]) -> str:
-    """Describe how many fuzzy tokens an answer has, and how many nats they give up."""
+def _fuzzy_summary(pieces: list[dict[str, Any]]) -> str:
+    """Describe how many fuzzy tokens a turn has, and how many nats they give up."""
     fuzzy = [piece for piece in pieces if piece.get("fuzzy")]
     if not fuzzy:
         return ""
     regrets = [piece["regret"] for piece in fuzzy if "regret" in piece]
-    price = f", {sum(regrets):.2f} nats" if regrets else ""
-    return f": {len(fuzzy)} fuzzy token{'' if len(fuzzy) == 1 else 's'}{price}"
+    nats = f", {sum(regrets):.2f} nats" if regrets else ""
+    return f": {len(fuzzy)} fuzzy token{'' if len(fuzzy) == 1 else 's'}{nats}"
 
 
 def _visible(text: str) -> str:

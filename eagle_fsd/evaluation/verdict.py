@@ -212,23 +212,29 @@ def _quality(report: dict[str, Any], row: Row, reference: str) -> str:
 
 
 def method_text(row: Row) -> str:
-    """Return a method's name with its settings."""
+    """Return a method's name with its tree and, for ``fsd``, the settings that are not defaults."""
     settings = row.get("settings") or {}
     parts = []
-    if settings.get("method") == "fsd" and row["method"] == FSD.name:
-        parts.append(f"{settings['divergence']} T={settings['threshold']:g}")
-        if settings["min_ratio"]:
-            parts.append(f"r={settings['min_ratio']:g}")
-        if settings["selection"] == "priced":
-            parts.append(f"price {settings['price']:g}")
-        elif settings["selection"] != "longest":
-            parts.append(f"selection {settings['selection']}")
-        if settings["max_fuzzy_nats"] is not None:
+    if row["method"] == FSD.name and settings.get("method") not in (None, "exact", "server"):
+        if settings["method"] == "fsd":
+            parts.append(f"{settings['divergence']} T={settings['threshold']:g}")
+            if settings["min_ratio"]:
+                parts.append(f"r={settings['min_ratio']:g}")
+            if settings.get("divergence_on", "raw") != "raw":
+                parts.append(f"{settings['divergence_on']} distributions")
+        else:
+            parts.append(settings["method"])
+        if settings.get("fallback", "exact") != "exact":
+            parts.append(f"fallback {settings['fallback']}")
+        selection = settings.get("selection", "longest")
+        if selection == "priced":
+            parts.append(f"price {settings.get('price', 1.0):g}")
+        elif selection != "longest":
+            parts.append(f"selection {selection}")
+        if settings.get("max_fuzzy_nats") is not None:
             parts.append(f"at most {settings['max_fuzzy_nats']:g} nats")
-        if "exact_first" in settings:
+        if settings.get("exact_first"):
             parts.append(f"first {settings['exact_first']} exact")
-    elif row["method"] == FSD.name and settings.get("method") not in (None, "exact"):
-        parts.append(settings["method"])
     if tree := tree_text(row):
         parts.append(f"tree {tree}")
     return f"{row['method']} ({', '.join(parts)})" if parts else str(row["method"])

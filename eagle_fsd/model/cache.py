@@ -43,13 +43,12 @@ def cache_slots(needed: int, device: torch.device) -> int:
 
 
 def _separate(plane: Tensor) -> Tensor:
-    """Return a tensor that shares the memory, and is not a view that compiled code would copy."""
-    if plane.device.type not in ("cpu", "cuda"):
-        return plane
-    with using_device(plane.device):  # torch exports tensors of the current device only
-        separate: Tensor = torch.from_dlpack(plane)
-    torch._dynamo.maybe_mark_dynamic(separate, 1)
-    return separate
+    """Return a tensor on the same memory; on CPUs and CUDA no view, which compiled code copies."""
+    if plane.device.type in ("cpu", "cuda"):
+        with using_device(plane.device):  # torch exports tensors of the current device only
+            plane = torch.from_dlpack(plane)
+    torch._dynamo.maybe_mark_dynamic(plane, 1)
+    return plane
 
 
 class TreeCache(Cache):

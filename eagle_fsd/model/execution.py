@@ -46,11 +46,11 @@ class Execution:
     def __init__(self, target: Target, options: ExecutionOptions) -> None:
         self.target, self.options, self.clock = target, options, PhaseClock(target.device)
         self.background = options.background
-        self.compiled_rows = options.compiled_rows
+        self.compiled_rows = options.compiled_rows  # 0 or 1 with `background`, see `renew`
         self.overlaps = False  # whether the next step may start before this one has been read
         self.graphs = StepGraphs(target.model)
         self.compiles = False  # whether the steps of the present rows are compiled
-        self._captured: Decision | None = None  # that of all rows, if steps are captured
+        self._captured_decision: Decision | None = None  # of all rows, if steps are captured
 
     def renew(self, modules: list[nn.Module], described: Description, changed: bool) -> None:
         """Drop what belongs to modules that have changed; use what has been compiled meanwhile."""
@@ -89,7 +89,7 @@ class Execution:
             # Its cache of converted weights, which a graph would read, is freed when it ends.
             and not torch.is_autocast_enabled(device.type)
         )
-        self._captured = decisions[0] if captures else None
+        self._captured_decision = decisions[0] if captures else None
 
     def launch(
         self, state: StepState, tree: TreeConfig, draft_keys: Tensor | None, keys: Tensor
@@ -98,10 +98,10 @@ class Execution:
         step = partial(decoding_step, state, draft_keys, keys, prepare=self.prepare)
         # Outside of the step, because it takes a lock.
         with folded_queries(self.target.model, state.folds):
-            if self._captured is not None:
+            if self._captured_decision is not None:
                 self.clock.enter("graph")
                 sizes = len(state.roots), len(keys), 0 if draft_keys is None else len(draft_keys)
-                key = *sizes, self._captured, tree, self.compiles
+                key = *sizes, self._captured_decision, tree, self.compiles
                 output = self.graphs.run(key, step, partial(step, enter=self.clock.enter))
             else:
                 output = step(enter=self.clock.enter)

@@ -261,11 +261,12 @@ class EagleFSD:
         if settings.batch:
             self.batch_trees = {int(rows): tree for rows, tree in settings.batch.items()}
             self.has_default_tree = False
-        self.acceptance = self.acceptance.updated(**settings.acceptance)
+        self.acceptance = self.acceptance.overridden(settings.acceptance)
         others = warn_of_other_models(settings, self.model, self.drafter, self.target.dtype)
         if settings.certificate is not None:
-            certified = (self.acceptance, self.tree, settings.certificate)
-            self._certified = None if others else certified
+            # Options that were set before, and that the file lacks, were not certified.
+            own = AcceptanceConfig().overridden(settings.acceptance)
+            self._certified = None if others else (own, self.tree, settings.certificate)
 
     def certificate_for(self, acceptance: AcceptanceConfig) -> Certificate | None:
         """Return the bound on the loss of calls with given acceptance options.

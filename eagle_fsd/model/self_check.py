@@ -72,7 +72,11 @@ def _run_check(target: Target, name: str) -> None:
 
 
 def _compare(target: Target, name: str) -> None:
-    """Compare a tree pass with plain passes; raise ``ValueError`` if it fails or differs."""
+    """Compare a tree pass with plain passes, and record in ``_passed`` that the target passed.
+
+    Raises ``ValueError`` if the tree pass fails or differs. Broken logits are not recorded, so the
+    next use checks again.
+    """
     groups = query_groups(target.model)
     try:
         with torch.inference_mode():

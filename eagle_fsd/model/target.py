@@ -308,7 +308,7 @@ class Target:
         found = [recorded[state].to(self.device) for state in states]
         if not found:
             last = recorded[LAST]
-            return last.new_empty(*last.shape[:2], 0)
+            return last.new_empty(*last.shape[:2], 0, device=self.device)
         return found[0] if len(found) == 1 else torch.cat(found, -1)
 
     def _masks(

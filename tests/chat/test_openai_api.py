@@ -24,7 +24,7 @@ from api_servers import (
 from prompts import reference, tokenize
 
 import eagle_fsd
-from eagle_fsd import EagleFSD
+from eagle_fsd import AcceptanceConfig, EagleFSD
 from eagle_fsd.bundled import BUNDLED_HEAD
 from eagle_fsd.chat.decode_queue import Outcome
 from eagle_fsd.model.checkpoint import RANKS_FILE, write_ranks
@@ -221,6 +221,11 @@ def test_certificate_is_declared_where_it_holds(
     changed = EagleFSD(model.model, model.drafter)
     changed.configure(read_settings(BUNDLED_HEAD / "fsd.json"))
     assert changed.certificate_for(changed.acceptance) == certificate
+    # The file clears a budget, but does not state that no token is exact.
+    for earlier, holds in (({"max_fuzzy_nats": 2.0}, True), ({"exact_first": 4}, False)):
+        other = EagleFSD(model.model, model.drafter, acceptance=AcceptanceConfig(**earlier))
+        other.configure(read_settings(BUNDLED_HEAD / "fsd.json"))
+        assert (other.certificate_for(other.acceptance) == certificate) is holds
     changed.tree = tree.updated(total_tokens=tree.total_tokens - 1)
     assert changed.certificate_for(changed.acceptance) is None
     write_ranks(tmp_path / RANKS_FILE, torch.arange(20))

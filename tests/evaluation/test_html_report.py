@@ -173,6 +173,16 @@ def test_verdict_states_speed_and_bound() -> None:
     )
 
 
+def test_verdict_names_the_settings_that_are_no_defaults() -> None:
+    row = make_row("fsd", 1.5, lost=1)
+    limits = {"exact_first": 4, "max_fuzzy_nats": 2.5}
+    for settings, words in (
+        ({"method": "RegretRule()", **limits}, "RegretRule(), at most 2.5 nats, first 4 exact"),
+        ({**row["settings"], "fallback": "stop", **limits}, "fallback stop, at most 2.5 nats, fir"),
+    ):
+        assert words in str(verdict(report_of(row | {"settings": settings})))
+
+
 def test_verdict_of_methods_that_were_not_timed_together() -> None:
     late = {"speed_over_exact": None, "speed_over_exact_interval": None, "speedup": None}
     for name in ("fsd", "other"):

@@ -92,6 +92,9 @@ RIGHT_ANSWERS = {
     "def twice(values):\n    return [double(value) for value in values]\n\n\n"
     "TWO = len([1, 1])\ndouble = cache(lambda value: TWO * value)\n"
     "values = sys.stdin.read().split()\nvalue = twice(values)\nassert value == [3]\n```",
+    "a value computed from a call": (
+        f"```python\n{WHOLE}\nfound = twice([1])\npassed = found == [2]\nprint(passed)\n```"
+    ),
     "imports": f"```python\nfrom __future__ import annotations\nimport math\n\n{WHOLE}```",
     "the prompt again": f"```python\n{PROMPT}    return [2 * value for value in values]\n```",
     "a main guard": f"```python\n{WHOLE}\n\n"

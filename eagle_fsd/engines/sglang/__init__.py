@@ -13,15 +13,14 @@ def register() -> None:
 
     SGLang only logs other exceptions of a plugin, and would decode without the rule.
     """
-    from eagle_fsd.engines.settings import find_settings
-    from eagle_fsd.utils.options import OptionsError
-
     try:
+        from eagle_fsd.engines.settings import find_settings
+
         if (settings := find_settings(None)) is not None:
             from eagle_fsd.engines.sglang.hooks import install
 
             install(settings)
-    except OptionsError as error:
-        raise SystemExit(str(error)) from None
     except ImportError as error:
         raise SystemExit(f"eagle_fsd does not support this version of SGLang: {error}") from None
+    except ValueError as error:
+        raise SystemExit(str(error)) from None

@@ -2,6 +2,9 @@
 
 Rules with a state need to know which requests a batch holds and how long their answers are. Rules
 that compare distributions need the draft's raw logits, which vLLM does not keep.
+
+Shape letters: ``B`` requests, ``T`` drafted tokens of all requests, ``K`` drafted tokens of a
+request, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -95,7 +98,7 @@ def _emitted_before(runner: Any, metadata: Any) -> Tensor:
 
 
 def _draft_logits(runner: Any, metadata: Any) -> Tensor | None:
-    """Return ``[T, V]``: the draft's raw logits at the tokens of a step.
+    """Return ``[T, V]``: the draft's raw logits that a step's drafted tokens were chosen from.
 
     None if they are unknown: without room in the drafter, vLLM schedules placeholders, and a
     request that vLLM left out of the step before was drafted earlier.

@@ -1,8 +1,9 @@
 """vLLM's rejection sampler with an acceptance rule.
 
 Before vLLM's own kernels verify a batch, the drafted tokens that the rule accepts become certain in
-the target's distributions, so the kernels, greedy or sampling, accept them, too. Everything
-else remains vLLM's, among it the lossless verification of the other tokens.
+the target's distributions (``budget`` raises their probabilities), so the kernels, greedy or
+sampling, accept them, too. Everything else remains vLLM's, among it the lossless verification of
+the other tokens.
 
 Shape letters: ``B`` requests, ``T`` drafted tokens of all requests, ``V`` vocabulary,
 ``W`` numbers in a rule's state.
@@ -68,7 +69,7 @@ class RelaxedSampler(RejectionSampler):
     def apply_logits_processors(
         self, logits: Tensor, sampling_metadata: SamplingMetadata, metadata: SpecDecodeMetadata
     ) -> Tensor:
-        """Process the target's raw logits ``[T, V]``, then make accepted tokens certain."""
+        """Process the target's raw logits ``[T, V]``, then raise what the rule accepts."""
         process = super().apply_logits_processors
         if not len(metadata.draft_token_ids):
             return process(logits, sampling_metadata, metadata)

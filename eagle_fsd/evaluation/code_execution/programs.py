@@ -102,13 +102,24 @@ def _longest_part(before: str, code: str) -> str:
 def _defined_names(*nodes: ast.stmt) -> set[str]:
     """Return the names that statements define."""
     names = {node.name for node in nodes if isinstance(node, (*_FUNCTIONS, ast.ClassDef))}
-    targets = (target for node in nodes if isinstance(node, ast.Assign) for target in node.targets)
+    targets: list[ast.expr] = []
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            targets += node.targets
+        elif isinstance(node, ast.AnnAssign):
+            targets.append(node.target)
     return names | {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def _used_names(*nodes: ast.stmt) -> set[str]:
     """Return all names in statements."""
     return {item.id for node in nodes for item in ast.walk(node) if isinstance(item, ast.Name)}
+
+
+def _stored_names(node: ast.stmt) -> set[str]:
+    """Return the names that a statement assigns to."""
+    names = (item for item in ast.walk(node) if isinstance(item, ast.Name))
+    return {item.id for item in names if isinstance(item.ctx, ast.Store)}
 
 
 def _whole_function(text: str, prompt: str, entry: str) -> str | None:
@@ -195,12 +206,19 @@ def _trim(before: str, code: str, entry: str) -> str:
     """Append ``code`` to ``before``, without main guards and statements after ``entry``.
 
     Definitions are kept, and values that they use, unless these come from ``entry`` or from an
-    input, as in tests and programs. If statements are removed, imports from ``__future__`` are
-    moved to the beginning.
+    input, as in tests and programs. Imports from ``__future__`` are moved to the beginning.
     """
     body = _statements(code)
     last = max((at for at, node in enumerate(body) if entry in _defined_names(node)), default=0)
     used = _used_names(*(node for node in body if isinstance(node, _DEFINITIONS)))
+    removed = {*_INPUTS}  # and the names whose values are removed
+    values: set[int] = set()  # assignments after `entry` that read none of these
+    for index, node in enumerate(body[last + 1 :], last + 1):
+        names, assigns = _used_names(node), isinstance(node, (ast.Assign, ast.AnnAssign))
+        if assigns and not names & removed and (entry not in names or _is_definition(node)):
+            values.add(index)
+        elif not isinstance(node, _DEFINITIONS):
+            removed |= _stored_names(node)
     kept: list[ast.stmt] = []
     future: list[ast.stmt] = []
     for index, node in reversed([*enumerate(body)]):
@@ -208,8 +226,8 @@ def _trim(before: str, code: str, entry: str) -> str:
             future.append(node)
         elif not _is_main_guard(node) and (
             index <= last
-            or _is_definition(node)
-            or (used & _defined_names(node) and not _used_names(node) & {entry, *_INPUTS})
+            or isinstance(node, _DEFINITIONS)
+            or (index in values and (_is_definition(node) or used & _defined_names(node)))
         ):
             kept.append(node)
             used |= _used_names(node)

@@ -252,7 +252,11 @@ class StepCosts:
         return cls({1: plain, **nodes}, draft, level)
 
     def seconds(self, tree: TreeConfig) -> float:
-        """Predict the seconds of a step; other widths than :data:`WIDTHS` are interpolated."""
+        """Predict the seconds of a step.
+
+        Costs are interpolated between measured node counts and widths. More nodes are extrapolated;
+        wider trees are taken to cost as much as the widest of :data:`WIDTHS`.
+        """
         sizes = sorted(self.nodes)
         count = capacity(tree)
         seconds = float(np.interp(count, sizes, [self.nodes[size] for size in sizes]))

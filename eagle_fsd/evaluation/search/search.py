@@ -210,7 +210,7 @@ class TreeRace:
         """The fastest tree; :data:`PLAIN_TREE` if plain decoding is at least as fast."""
         best, plain = self.trees[0], self.references.get("plain")
         is_slow = plain is not None and plain.tokens_per_second >= best.tokens_per_second
-        return PLAIN_TREE if is_slow else best.tree
+        return PLAIN_TREE if is_slow or best.tree.total_tokens == 1 else best.tree
 
 
 def shape(tree: TreeConfig, separator: str = "/") -> str:

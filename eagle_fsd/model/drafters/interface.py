@@ -160,8 +160,8 @@ class Drafter(ABC):
 
         Args:
             tree: Shape of the deepest trees.
-            draw: Samples from the draft's distributions, see :class:`TreeBuilder`; None if all rows
-                are decoded greedily.
+            draw: Samples from the draft's distributions, see :class:`TreeBuilder`. None unless
+                :attr:`draws_chains` is set, the trees are chains, and the rows are sampled.
         """
 
     @cached_property
