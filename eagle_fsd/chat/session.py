@@ -126,7 +126,8 @@ class ChatAnswer:
         self._model, self._request = model, request
         self._end_tokens = {*request.stop_token_ids}
         if request.stop:
-            self._end_tokens.update(special_tokens(model.tokenizer, request.stop).values())
+            special = special_tokens(model.tokenizer, request.stop).values()
+            self._end_tokens.update(token for token in special if token < model.target.vocab_size)
         if not request.ignore_eos:
             self._end_tokens.update(model.eos_token_ids)
         self._stream = TextStream(model.tokenizer, request.stop)

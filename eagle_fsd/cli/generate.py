@@ -111,7 +111,7 @@ def generate(
             )
             slower = stats.slower_than_plain
             if speedup and stats.tokens:
-                slower = _print_speedup(model, encoded.ids, config, stats) < 1.0
+                slower = _print_speedup(model, encoded, config, stats) < 1.0
                 _print_closed_gate(model, encoded.ids)
             if slower and stats.steps >= MIN_STEPS and not as_json:
                 _print_advice(stats)
@@ -177,15 +177,17 @@ def _sampling(config: GenerateConfig) -> SamplingConfig:
 
 
 def _print_speedup(
-    model: EagleFSD, ids: Tensor, config: GenerateConfig, stats: DecodeStats
+    model: EagleFSD, encoded: EncodedPrompt, config: GenerateConfig, stats: DecodeStats
 ) -> float:
     """Decode as many tokens without the drafter; print and return the ratio of the speeds."""
+    ids = encoded.ids
     plain = model.generate(
         ids,
         ids.new_ones(ids.shape),
         max_new_tokens=stats.tokens,
         sampling=_sampling(config),
         method="ar",
+        **encoded.ends,
     ).stats.tokens_per_second
     ratio = stats.tokens_per_second / plain
     err.print(
@@ -296,6 +298,8 @@ def _print_answer(
                 style = ORIGIN_STYLES[piece.origin.name.lower()] if show_origins else ""
                 print_text(piece.text, style)
     finally:
+        for piece in stream.flush():  # held back when the answer was interrupted
+            print_text(piece.text)
         out.print()
         if show_origins:
             err.print(origin_legend())

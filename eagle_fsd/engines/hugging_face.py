@@ -90,12 +90,11 @@ def generate(model: PreTrainedModel, **arguments: Any) -> Tensor:
     decode: Any = pairs[repository].custom_generate
     if (streamer := arguments.pop("streamer", None)) is not None:  # transformers drops it
         decode = functools.partial(decode, streamer=streamer)
-    # transformers drops the tokenizer, too, which strings need.
-    tokenizer, strings = (arguments.pop(name, None) for name in ("tokenizer", "stop_strings"))
-    if strings is not None:
-        criteria = [*(arguments.get("stopping_criteria") or ())]
-        criteria.append(StopStringCriteria(tokenizer, strings))
-        arguments["stopping_criteria"] = StoppingCriteriaList(criteria)
+    tokenizer = arguments.pop("tokenizer", None)  # transformers drops it, and strings need it
+    if tokenizer is not None and arguments.get("stop_strings") is not None:
+        own = StopStringCriteria(tokenizer, arguments.pop("stop_strings"))
+        given = arguments.get("stopping_criteria") or ()
+        arguments["stopping_criteria"] = StoppingCriteriaList([*given, own])
     transformers_generate: Any = model.generate
     found: Tensor = transformers_generate(custom_generate=decode, **arguments)
     return found

@@ -40,7 +40,8 @@ def bench(
         raise OptionsError("--out is required when several processes run the benchmark")
     if request.questions == "bundled":
         request = request.updated(count=request.count or DEFAULT_COUNT)
-    shared = given_acceptance(settings).model_dump(exclude={"rule"})
+    shared = dict(given_acceptance(settings))  # a dump would omit some defaults
+    del shared["rule"]
     fuzzy = [
         replace(method, acceptance={**shared, **method.acceptance})
         for group in fsd_series(grid or BenchGrid()).values()

@@ -16,6 +16,7 @@ from eagle_fsd.utils.chat_templates import (
     FastChatTemplate,
     TokenizerTemplate,
 )
+from eagle_fsd.utils.detokenization import special_tokens
 
 #: The date that chat templates state in evaluations.
 DATE = date(2026, 1, 1)
@@ -70,8 +71,9 @@ def evaluation_template(
 
 def answer_ends(model: EagleFSD, template: ChatTemplate) -> dict[str, Any]:
     """Return the arguments of ``generate`` that end answers where a chat template ends them."""
-    stop = list(template.stop)
+    special = special_tokens(model.tokenizer, template.stop)
+    stop = [item for item in template.stop if item not in special]
     return {
-        "eos_token_id": [*model.eos_token_ids, *template.stop_token_ids],
+        "eos_token_id": [*model.eos_token_ids, *template.stop_token_ids, *special.values()],
         "stopping_criteria": [StopStringCriteria(model.tokenizer, stop)] if stop else [],
     }

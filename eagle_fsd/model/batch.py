@@ -373,15 +373,13 @@ class Batch:
         return engine
 
     def _is_oversized(self, engine: Engine, request: Request) -> bool:
-        """Whether rows are so long, for earlier requests, that the batch cannot become full."""
-        rows, length = engine.reserved
-        return (
-            self._max_length is None
-            and self._options.caches is None
-            and rows < self.max_rows
-            and length > 2 * request.max_length
-            and engine.fitting_rows(length) < self.max_rows
-        )
+        """Whether rows are so long, for earlier requests, that waiting ones do not all get one."""
+        if self._max_length is not None or self._options.caches is not None:
+            return False
+        first = (item.request for item in itertools.islice(self._waiting, self.max_rows))
+        alike = [item.max_length for item in first if item.engine_key == request.engine_key]
+        wanted, length = min(len(alike), self.max_rows - self.rows), engine.reserved[1]
+        return length > 2 * max(alike) and engine.fitting_rows(length) < wanted
 
     def _remove(self, engine: Engine, answers: Sequence[Answer]) -> None:
         """Remove answers from an engine."""

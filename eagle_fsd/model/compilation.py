@@ -69,7 +69,8 @@ def compiled(
     is used.
     """
     if module is None:
-        return _compile_once(function) if trace else function
+        shared: _Compiled[Result] = _compile_once(function)
+        return shared if trace else shared.run_existing
     versions = _versions.setdefault(module, (None, {}))[1]
     if function not in versions:
         if not trace:

@@ -219,7 +219,9 @@ def _check_rope(model: PreTrainedModel, reader: GGUFReader, architecture: str) -
     config: Any = model.config
     rope = dict(getattr(config, "rope_parameters", None) or {})
     base = _value(reader, f"{architecture}.rope.freq_base")
-    if base and not math.isclose(base, rope.get("rope_theta") or base, rel_tol=1e-3):
+    parts = [rope, *(item for item in rope.values() if isinstance(item, dict))]  # of layer types
+    read = [item["rope_theta"] for item in parts if item.get("rope_theta")]
+    if base and read and not any(math.isclose(base, item, rel_tol=1e-3) for item in read):
         raise ValueError(f"its RoPE base ({base:g}) is not read by transformers")
     if rope.get("rope_type", "default") != "default":
         return

@@ -11,6 +11,7 @@ from __future__ import annotations
 import platform
 import threading
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -105,8 +106,14 @@ def _can_pack(weight: Tensor) -> bool:
         type(weight) in (Tensor, nn.Parameter)
         and weight.is_contiguous()
         and not weight.is_inference()
-        and packed_bytes() + 4 * weight.numel() <= MEMORY_SHARE * host_memory().total
+        and packed_bytes() + 4 * weight.numel() <= MEMORY_SHARE * _total_memory()
     )
+
+
+@cache
+def _total_memory() -> int:
+    """Return the memory of the machine or container, which a pass asks for with every weight."""
+    return host_memory().total
 
 
 def _sample(weight: Tensor) -> Tensor:

@@ -7,8 +7,16 @@ from typing import NamedTuple
 
 import psutil
 
-#: Where version 2 of Linux's control groups shows a container its own limit.
+#: Where Linux shows a container the limits of its control group.
 CONTROL_GROUP = Path("/sys/fs/cgroup")
+#: Files with the limit, the use and its parts, and the key of the file cache: versions 2 and 1.
+FILES = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        *("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+        "total_inactive_file",
+    ),
+)
 
 
 class HostMemory(NamedTuple):
@@ -21,13 +29,13 @@ class HostMemory(NamedTuple):
 def host_memory() -> HostMemory:
     """Return the memory that programs may use here, which a container may limit."""
     machine = psutil.virtual_memory()
-    try:
-        limit, used = (
-            int((CONTROL_GROUP / name).read_text()) for name in ("memory.max", "memory.current")
-        )
-        lines = (CONTROL_GROUP / "memory.stat").read_text().splitlines()
-    except (OSError, ValueError):  # there are no groups, or the limit is "max"
-        return HostMemory(machine.total, machine.available)
-    cached = int(dict(map(str.split, lines)).get("inactive_file", 0))  # freed when it is needed
-    available = max(0, min(machine.available, limit - used + cached))
-    return HostMemory(min(machine.total, limit), available)
+    for *names, key in FILES:
+        try:
+            limit, used, parts = ((CONTROL_GROUP / name).read_text() for name in names)
+            free = int(limit) - int(used)
+        except (OSError, ValueError):  # another version, or the limit is "max"
+            continue
+        cached = int(dict(map(str.split, parts.splitlines())).get(key, 0))  # freed if needed
+        available = max(0, min(machine.available, free + cached))
+        return HostMemory(min(machine.total, int(limit)), available)
+    return HostMemory(machine.total, machine.available)

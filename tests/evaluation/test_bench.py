@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from eagle_fsd import OptionsError
+from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
 from eagle_fsd.evaluation.bench import bench
 from eagle_fsd.evaluation.config import BenchConfig, BenchGrid
 from eagle_fsd.evaluation.tables import footnote
-from eagle_fsd.model.config import Settings
 from eagle_fsd.utils.files import read_jsonl
 
 GRID = BenchGrid(thresholds=(0.2,), min_ratios=(0.0,))
@@ -21,7 +23,13 @@ GRID = BenchGrid(thresholds=(0.2,), min_ratios=(0.0,))
 def test_bench_reports_phases(tmp_path: Path) -> None:
     config = BenchConfig(max_new_tokens=8, repeats=2)
     request = EvaluationRequest(count=2, baseline="hf", out=tmp_path)
-    report = bench(request, config, GRID, settings=Settings(exact_first=2))
+    # The options of the drafter's own settings do not apply.
+    head = tmp_path / "head"
+    shutil.copytree(BUNDLED_HEAD, head)
+    own = json.loads((head / "fsd.json").read_text())
+    (head / "fsd.json").write_text(json.dumps(own | {"exact_first": 3, "selection": "priced"}))
+    request = request.updated(target=str(BUNDLED_TARGET), drafter=str(head))
+    report = bench(request, config, GRID)
     hf, plain, exact, fuzzy = report["rows"]
     assert [row["method"] for row in report["rows"]] == ["hf", "plain", "exact", "T=0.2"]
     assert hf["phase_shares"] == {}
@@ -29,7 +37,8 @@ def test_bench_reports_phases(tmp_path: Path) -> None:
         assert sum(row["phase_shares"].values()) == pytest.approx(1.0)
         assert row["step_over_exact"] > 0
     assert exact["step_over_exact"] == 1.0
-    assert (fuzzy["settings"]["exact_first"], fuzzy["settings"]["selection"]) == (2, "longest")
+    assert "exact_first" not in fuzzy["settings"]
+    assert fuzzy["settings"]["selection"] == "longest"
     (choice,) = read_jsonl(tmp_path / "exact.jsonl")[0]["choices"]
     (phases,) = choice["phases"]
     assert 0.0 < sum(phases.values()) <= choice["wall_time"][0]

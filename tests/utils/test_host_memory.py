@@ -15,15 +15,13 @@ def test_a_container_limits_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Of the memory that the group uses, file caches can be freed."""
     monkeypatch.setattr(module, "CONTROL_GROUP", tmp_path)
     machine = psutil.virtual_memory().total
-    assert host_memory().total == machine
-    files = {"memory.current": "900000", "memory.stat": "anon 600000\ninactive_file 300000\n"}
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    for limit, expected in (
-        ("1000000", (1_000_000, 400_000)),
-        ("500000", (500_000, 0)),
-    ):
-        (tmp_path / "memory.max").write_text(limit + "\n")
-        assert host_memory() == expected
-    (tmp_path / "memory.max").write_text("max\n")
-    assert host_memory().total == machine
+    (tmp_path / "memory").mkdir()
+    for limit, use, parts, key in module.FILES:
+        assert host_memory().total == machine
+        (tmp_path / use).write_text("900000\n")
+        (tmp_path / parts).write_text(f"anon 600000\n{key} 300000\n")
+        for size, expected in ((1_000_000, (1_000_000, 400_000)), (500_000, (500_000, 0))):
+            (tmp_path / limit).write_text(f"{size}\n")
+            assert host_memory() == expected
+        (tmp_path / limit).write_text("max\n")
+        assert host_memory().total == machine

@@ -47,9 +47,12 @@ def _check_choice(value: Any) -> Any:
     if value in ("none", "auto", "required"):
         return value
     try:
-        return Tool.model_validate(value)
+        choice = Tool.model_validate(value)
     except ValidationError:
-        raise ValueError("must be none, auto, required, or a function with a name") from None
+        choice = None
+    if choice is None or choice.function.model_fields_set != {"name"}:
+        raise ValueError("must be none, auto, required, or a function with a name")
+    return choice
 
 
 ToolChoice = Annotated[Literal["none", "auto", "required"] | Tool, BeforeValidator(_check_choice)]
