@@ -41,7 +41,7 @@ from eagle_fsd.utils.chat_api import ChatClient
 from eagle_fsd.utils.chat_templates import Chat, ChatTemplate
 from eagle_fsd.utils.options import Options, OptionsError, validation_message
 from eagle_fsd.utils.terminal import ORIGIN_STYLES, origin_legend
-from eagle_fsd.utils.text import escape_control_chars
+from eagle_fsd.utils.text import escape_control_chars, one_line
 
 STYLES = ("simple", "rich", "programmatic")
 #: End of a message in FastChat's programmatic style.
@@ -179,7 +179,7 @@ class ChatSession(TerminalSession):
     def stream(
         self, prompt: str, stop: str | Sequence[str] | None, stop_token_ids: Sequence[int] | None
     ) -> Iterator[dict[str, Any]]:
-        chat = decode_chat(prompt)
+        chat, self.answer = decode_chat(prompt), None
         stop = [stop] if isinstance(stop, str) else stop or ()
         try:
             if chat is None:
@@ -191,19 +191,18 @@ class ChatSession(TerminalSession):
                 ids, self.options, stop=stop, stop_token_ids=stop_token_ids or ()
             )
             self.answer = answer = ChatAnswer(self.model, request)
-            steps = answer.stream(self.prefix_cache)
-        except ValueError as error:
+            for pieces in answer.stream(self.prefix_cache):
+                yield {
+                    "text": answer.text,
+                    "pieces": pieces,
+                    "usage": answer.usage(),
+                    "finish_reason": answer.finish_reason,
+                }
+        except (ValueError, FloatingPointError, MemoryError) as error:
+            self.note(one_line(error))
+            text = "" if self.answer is None else self.answer.text
             self.answer = None
-            self.note(str(error))
-            yield {"text": "", "pieces": [], "finish_reason": "stop"}
-            return
-        for pieces in steps:
-            yield {
-                "text": answer.text,
-                "pieces": pieces,
-                "usage": answer.usage(),
-                "finish_reason": answer.finish_reason,
-            }
+            yield {"text": text, "pieces": [], "finish_reason": "stop"}
 
     def _fit(self, chat: Chat) -> Tensor:
         ids, dropped = fit_chat(self.model, self.chat_template, chat)

@@ -26,6 +26,7 @@ from eagle_fsd.cli.tune import tune
 from eagle_fsd.train.training_folder import TrainingError
 from eagle_fsd.utils.errors import is_out_of_memory
 from eagle_fsd.utils.options import OptionsError, validation_message
+from eagle_fsd.utils.text import one_line
 
 #: Exit status after Ctrl-C: 128 plus the signal's number, as in shells.
 INTERRUPTED = 130
@@ -49,6 +50,11 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     words = sys.argv[1:]
+    # Otherwise, any word that follows would be taken for the option's value.
+    words = [
+        "--compile=true" if word == "--compile" and after not in ("auto", "true", "false") else word
+        for word, after in zip(words, [*words[1:], ""], strict=False)
+    ]
     try:
         app(words)
     except (CycloptsError, OptionsError) as error:
@@ -63,4 +69,7 @@ def main() -> None:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        fail("out of memory; reduce the batch, or use a smaller model or dtype", 1)
+        # Torch's own message is about its allocator.
+        details = f" ({one_line(error)})" if isinstance(error, MemoryError) and str(error) else ""
+        advice = "reduce the batch or --max-new-tokens, or use a smaller model or dtype"
+        fail(f"out of memory{details}; {advice}", 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,8 +43,8 @@ def bench(
     config: Annotated[BenchConfig, options("Decoding")] = BenchConfig(),
 ) -> None:
     """Compare plain, lossless speculative and FSD decoding: speed, accuracy, time by phase."""
-    if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        raise OptionsError(f"--output must be a file in an existing folder; got {output}")
+    if output is not None and (output.is_dir() or not os.access(output.parent, os.W_OK)):
+        raise OptionsError(f"--output must be a file in a writable folder; got {output}")
     from eagle_fsd.evaluation.bench import bench as run
 
     request = request.model_copy(update={"questions": questions})
@@ -51,8 +52,8 @@ def bench(
     with joined_evaluation(request, "bench") as (own, is_first):
 
         def show(report: dict[str, Any]) -> None:
+            print_report(report, request.out, as_json)
             if output is not None and is_first:
                 atomic_write(output, json.dumps(report, indent=2) + "\n")
-            print_report(report, request.out, as_json)
 
         run(own, config, grid, settings=settings, progress=progress, on_report=show)

@@ -11,7 +11,7 @@ from eagle_fsd.cli.console import out, print_json, print_table, progress
 from eagle_fsd.cli.options import Json, Pair, PairArguments, TreeOptions, load_pair
 from eagle_fsd.cli.parsing import options
 from eagle_fsd.model.config import AcceptanceConfig, Certificate, TreeConfig
-from eagle_fsd.utils.options import ExistingFile, Options
+from eagle_fsd.utils.options import ExistingFile, Options, OptionsError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,6 +89,9 @@ def _questions(config: DoctorConfig, chats: ChatFile | None, bundled: bool) -> l
         found = find_questions(config.prompts or "bundled", count)
         return [question.turns[0] for question in found]
     if chats is None:
+        if count > len(GENERAL_QUESTIONS):
+            most = len(GENERAL_QUESTIONS)
+            raise OptionsError(f"--count above {most} requires --prompts or --data; got {count}")
         return list(GENERAL_QUESTIONS[:count])
     first = (chats[index] for index in range(0, len(chats), max(1, len(chats) // count)))
     users = [next(turn["content"] for turn in chat if turn["role"] == "user") for chat in first]

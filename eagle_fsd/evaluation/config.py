@@ -66,7 +66,7 @@ class EvaluationRequest(PairOptions):
     out: Path | None = Field(
         None,
         description="Folder for answers and report, from which an interrupted run resumes; default:"
-        " runs/COMMAND/QUESTIONS.",
+        " runs/COMMAND/QUESTIONS, but nothing is kept by bench.",
     )
     baseline: Literal["hf"] | None = Field(
         None, description="'hf': also measure Hugging Face's generate."

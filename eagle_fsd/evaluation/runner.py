@@ -65,7 +65,7 @@ from eagle_fsd.evaluation.scoring import score
 from eagle_fsd.evaluation.tables import csv_text
 from eagle_fsd.evaluation.verdict import SKIPPED, main_row
 from eagle_fsd.model.config import PairOptions, Settings, settings_dict
-from eagle_fsd.model.identity import fingerprint
+from eagle_fsd.model.identity import configuration, fingerprint
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.chat_api import Endpoint
 from eagle_fsd.utils.chat_templates import encode_prompt
@@ -330,6 +330,8 @@ class PairEvaluation(Evaluation):
             "fingerprint of the chat template": _digest(prompt),
             "fingerprint of the target": fingerprint(model.model),
             "fingerprint of the drafter": fingerprint(model.drafter),
+            "configuration of the target": configuration(model.model),
+            "configuration of the drafter": configuration(model.drafter),
         }
 
     def open(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ def settings_files(request: EvaluationRequest, folder: Path, install: bool) -> l
         return [folder / SETTINGS_FILE]
     name = request.drafter or "bundled"
     drafter = BUNDLED_DRAFTERS.get(name, Path(name))
-    if not drafter.is_dir():
-        raise OptionsError(f"--install requires a drafter in a local folder; got {drafter}")
+    if not (drafter.is_dir() and os.access(drafter, os.W_OK)):
+        raise OptionsError(f"--install requires a drafter in a writable folder; got {drafter}")
     return [folder / SETTINGS_FILE, drafter / SETTINGS_FILE]
 
 

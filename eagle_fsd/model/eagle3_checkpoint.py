@@ -173,7 +173,9 @@ def save_eagle3(
         config = _eagle_layout(head, layers)
         weights = _renamed(weights, FIRST_LAYER, MIDLAYER)
     config["draft_vocab_size"] = head.draft_vocab_size
-    config["target_hidden_size"] = head.target_hidden_size
+    # With this field, EAGLE's own code expects the embedding among the weights.
+    if layout == "speculators" or head.target_hidden_size != head.config.hidden_size:
+        config["target_hidden_size"] = head.target_hidden_size
     write_head(path, config, weights, dtype=dtype, binary=binary)
 
 

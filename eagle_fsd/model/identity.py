@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,6 +67,23 @@ def fingerprint(model: nn.Module | Drafter) -> str:
     if network is None:
         return hashlib.sha256(repr(model).encode()).hexdigest()[:16]
     return _hash(network.state_dict())
+
+
+def configuration(model: nn.Module | Drafter) -> str:
+    """Hash what a model's output depends on besides its weights, in this environment.
+
+    That is its configuration and, of a drafter, what it reads and the tokens that it drafts.
+    """
+    network = model.network if isinstance(model, Drafter) else model
+    config = getattr(network, "config", None)
+    values = {} if config is None else config.to_diff_dict()
+    for name in ("_name_or_path", "dtype", "transformers_version"):
+        values.pop(name, None)
+    tokens = getattr(model, "token_ids", None)
+    drafter = [getattr(model, "reads", ()), repr(getattr(model, "flags", None))]
+    drafter.append(None if tokens is None else tokens.tolist())
+    text = json.dumps([values, drafter], default=str, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def fingerprints(network: nn.Module) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +13,6 @@ from eagle_fsd.model.config import (
     DrafterName,
     SamplingConfig,
     TargetOptions,
-    find_bundled,
     find_divergence,
 )
 from eagle_fsd.utils.options import ExistingPath, Options
@@ -228,12 +228,21 @@ class PartialTrainConfig(TrainConfig):
         return self
 
 
+def _is_exponential(value: Any) -> bool:
+    return isinstance(value, str) and bool(re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value))
+
+
 def read_config(path: str | Path) -> dict[str, Any]:
     """Read options of :class:`TrainConfig` from a YAML file; return those that it sets."""
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
         if not isinstance(values, dict):
             raise ValueError("not a mapping of option names to values")
+        # YAML reads 1e-3, unlike 1.0e-3, as a string.
+        values = {
+            name: float(value) if _is_exponential(value) else value
+            for name, value in values.items()
+        }
         return PartialTrainConfig.from_dict(values).model_dump(exclude_unset=True)
     except (ValueError, TypeError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: {one_line(error)}") from error
@@ -391,7 +400,7 @@ class SynthesizeConfig(RegenerateConfig):
 class ExportRequest(TargetOptions):
     """A trained head to convert, the engine to convert it for, and the output folder."""
 
-    head: Annotated[ExistingPath, find_bundled] = Field(description="Folder of the trained head.")
+    head: DrafterName = Field(description="The trained head: a folder or a Hub name.")
     out: Path = Field(description="Folder to write, empty or new.")
     format: ExportFormat = Field(description="Engine that will read the head.")
     dtype: str | None = Field(

@@ -21,7 +21,7 @@ from eagle_fsd.model.checkpoint import (
 from eagle_fsd.model.drafters.eagle import EagleHead
 from eagle_fsd.model.drafters.eagle3 import Eagle3Flags, Eagle3Head, default_reads, layer_config
 from eagle_fsd.model.drafters.heads import DraftHead
-from eagle_fsd.model.eagle3_checkpoint import is_eagle3, load_eagle3, save_eagle3
+from eagle_fsd.model.eagle3_checkpoint import HeadLayout, is_eagle3, load_eagle3, save_eagle3
 from eagle_fsd.model.target import LAST, Target
 from eagle_fsd.train.config import EAGLE3_FLAGS, HeadType, TrainConfig
 from eagle_fsd.utils.options import OptionsError
@@ -125,9 +125,10 @@ def load_for_training(
 def save_trained(
     head: DraftHead, path: Path, dtype: torch.dtype | None, binary: bool = False
 ) -> None:
-    """Save a head in the layout that EAGLE's authors publish."""
+    """Save a head in the layout that EAGLE's authors publish, if it has a place for the layers."""
     if isinstance(head, Eagle3Head):
-        save_eagle3(head, path, layout="eagle", dtype=dtype, binary=binary)
+        layout: HeadLayout = "eagle" if head.config.model_type == "llama" else "speculators"
+        save_eagle3(head, path, layout=layout, dtype=dtype, binary=binary)
     else:
         assert isinstance(head, EagleHead)
         save_head(head, path, dtype, binary)

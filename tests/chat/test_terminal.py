@@ -30,6 +30,7 @@ from eagle_fsd.chat.terminal import (
 )
 from eagle_fsd.chat.text import Piece
 from eagle_fsd.chat.wire_format import conversation_template
+from eagle_fsd.model import memory
 from eagle_fsd.utils.chat_api import ChatClient, Endpoint, find_model
 from eagle_fsd.utils.chat_templates import FastChatTemplate, load_chat_template
 
@@ -138,6 +139,17 @@ def test_commands_set_options(model: EagleFSD, session: ChatSession, talk: Talk)
     assert model.tree == TreeConfig.for_device("cpu").updated(top_k=3, total_tokens=9)
     assert (session.options.temperature, session.options.top_k) == (0.5, 5)
     assert printed.count("Assistant: ") == 2
+
+
+def test_a_chat_goes_on_after_an_answer_that_does_not_fit_in_memory(
+    model: EagleFSD, talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "free_bytes", lambda _: 0)
+        printed, noted = talk("Hello!")
+    assert "tokens needs" in noted
+    assert printed.startswith("Assistant: ")
+    assert answer_to(model, "Hello!") in talk("Hello!")[0]
 
 
 def test_commands_change_the_tree_that_decodes(

@@ -37,8 +37,8 @@ USAGE_ERRORS: list[tuple[str, str]] = [
     ("generate x --settings no.json", "--settings must be an existing file; got no.json"),
     (f"export custom-generate x --drafter bundled --settings {ROOT}", "--settings must be an"),
     ("evaluate --certify no.json", "--certify must be an existing file; got no.json"),
-    ("bench --output no/such/folder/bench.json", "--output must be a file in an existing folder"),
-    (f"bench --output {ROOT}", "--output must be a file in an existing folder"),
+    ("bench --output no/such/folder/bench.json", "--output must be a file in a writable folder"),
+    (f"bench --output {ROOT}", "--output must be a file in a writable folder"),
     (f"train --data {__file__}", "--out is missing"),
     (f"train --out x --data {__file__} --features {ROOT}", "either --data or --features"),
     (f"train fly --out x --data {__file__}", "unexpected argument fly"),
@@ -101,7 +101,8 @@ def test_exceptions_become_messages_of_one_line(run: Run, monkeypatch: pytest.Mo
         raise errors[-1]
 
     monkeypatch.setattr("eagle_fsd.model.pipeline.EagleFSD.from_pretrained", fail)
-    memory = "out of memory; reduce the batch, or use a smaller model or dtype"
+    advice = "; reduce the batch or --max-new-tokens, or use a smaller model or dtype"
+    memory, row = f"out of memory{advice}", "a row of 9 tokens needs 2 GiB"
     for error, status, message in (
         (KeyboardInterrupt(), INTERRUPTED, "stopped"),
         (OSError("a\nb"), 1, "a b"),
@@ -110,11 +111,12 @@ def test_exceptions_become_messages_of_one_line(run: Run, monkeypatch: pytest.Mo
         (invalid.value, 1, "number must be a valid integer, unable to parse string"),
         (torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB"), 1, memory),
         (MemoryError(), 1, memory),
+        (MemoryError(row), 1, f"out of memory ({row}){advice}"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 1, memory),
         (RuntimeError("DefaultCPUAllocator: not enough memory: you tried"), 1, memory),
     ):
         errors.append(error)
-        found, _, err = run("generate", "x")
+        found, _, err = run("generate", "--compile", "x")  # the prompt is not the option's value
         assert (found, err.count("\n")) == (status, 1)
         assert err.startswith(f"error: {message}")
     for unexpected in ("a bug", "[enforce fail at x.cpp] DefaultCPUAllocator: can't allocate"):

@@ -43,7 +43,7 @@ def test_answer_is_printed_with_statistics(run: Run) -> None:
     plain = generated(run, "--plain", QUESTION)
     assert (plain["tokens"], plain["stats"]["tau"]) == (record["tokens"], 1.0)
     assert plain["settings"] == {}
-    for option in ("--threshold", "--depth"):
+    for option in ("--threshold", "--depth", "--draft-vocabulary"):
         status, _, err = run("generate", "--plain", option, 1, QUESTION)
         assert (status, "--plain excludes --settings, tree" in err) == (2, True)
 

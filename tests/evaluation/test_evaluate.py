@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -325,6 +326,13 @@ def test_other_weights_with_the_same_name_are_detected(tmp_path: Path) -> None:
         assert f"fingerprint of the {changed} was" in str(error.value)
         assert ("fingerprint of the target was" in str(error.value)) == (changed == "target")
         assert (out / "exact.jsonl").read_bytes() == before
+    # Another base of RoPE leaves all weights as they are.
+    file = tmp_path / "target" / "config.json"
+    text = file.read_text()
+    file.write_text(re.sub(r'"rope_theta": [\d.]+', '"rope_theta": 20000.0', text))
+    assert file.read_text() != text
+    with pytest.raises(ValueError, match=r"configuration of the target was"):
+        run(out, request=request)
 
 
 def test_parts_of_two_processes_give_the_files_of_one(model: EagleFSD, tmp_path: Path) -> None:

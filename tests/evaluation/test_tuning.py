@@ -441,5 +441,5 @@ def test_lossless_trees_are_stored_by_the_number_of_prompts(model: EagleFSD) -> 
 def test_options_that_tune_does_not_support_are_rejected() -> None:
     with pytest.raises(OptionsError, match="--compile is not supported by tune"):
         tune(EvaluationRequest(compile=True))
-    with pytest.raises(OptionsError, match="--install requires a drafter in a local folder"):
+    with pytest.raises(OptionsError, match="--install requires a drafter in a writable folder"):
         tune(EvaluationRequest(drafter="nowhere"), install=True)

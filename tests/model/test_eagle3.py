@@ -30,7 +30,7 @@ from pairs import (
 )
 from sampling_laws import MODES, assert_target_law, generate, target_law
 from torch import Tensor
-from transformers import Gemma2Config, LlamaForCausalLM, Qwen3Config
+from transformers import Gemma2Config, GPT2Config, LlamaForCausalLM, Phi3Config, Qwen3Config
 
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.model.divergence import DIVERGENCES, LOG_FLOOR, on_draft_vocabulary
@@ -251,6 +251,20 @@ def test_divergences_over_a_reduced_vocabulary() -> None:
         found = DIVERGENCES[name](*reduced)
         assert found.isfinite().all()
         torch.testing.assert_close(found / -LOG_FLOOR, share * outside, rtol=0.01, atol=1e-3)
+
+
+def test_layers_suit_targets_of_other_families() -> None:
+    """The sizes of the MLP may have another name, and LongRoPE may rotate a part of a head."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "pad_token_id": None}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    partial = {"partial_rotary_factor": 0.5, "rope_parameters": rope}
+    phi = Phi3Config(**sizes, **partial, original_max_position_embeddings=64)
+    assert phi.rope_parameters["partial_rotary_factor"] == 0.5
+    for config, size in ((GPT2Config(n_embd=32, n_head=2), 128), (phi, phi.intermediate_size)):
+        layer = layer_config(config)
+        assert layer.intermediate_size == size
+        Eagle3Head(layer, 32, None, (0, 1))
 
 
 def test_unsupported_heads_are_rejected() -> None:

@@ -79,7 +79,7 @@ def test_invalid_values_are_reported_with_what_is_accepted(tmp_path: Path) -> No
 
 def test_files_set_options(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text("# mine\nlr: 0.001\nunroll: 3\ndivergence_loss: tv\nbias: true\n")
+    path.write_text("# mine\nlr: 1e-3\nunroll: 3\ndivergence_loss: tv\nbias: true\n")
     assert read_config(path) == {"lr": 1e-3, "unroll": 3, "divergence_loss": "tv", "bias": True}
     path.write_text("")
     assert read_config(path) == {}

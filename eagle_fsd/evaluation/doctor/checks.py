@@ -79,7 +79,7 @@ def check_settings(measured: Measurements, agreement: Agreement) -> list[Finding
     if agreement.own.isnan().any():
         return [_damage(agreement, settings[0].value)]
     if len(agreement.own) < MIN_COUNT:
-        step = "decode more text: raise --count or --max-new-tokens"
+        step = "decode more text: raise --max-new-tokens, or --count with --prompts"
         return [Finding("text", "note", f"only {len(agreement.own)} answer tokens", step)]
     compared = [_compare(agreement, setting) for setting in settings]
     # One wrong setting makes others look wrong: only the change that helps most is a problem.

@@ -48,7 +48,7 @@ from eagle_fsd.model.acceptance import ExactRule
 from eagle_fsd.model.compilation import EAGER_STEPS, using_device
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.ngram import MAX_FOLLOWERS, AdaptiveNGramDrafter
-from eagle_fsd.model.identity import fingerprint
+from eagle_fsd.model.identity import configuration, fingerprint
 from eagle_fsd.model.request import Decision
 from eagle_fsd.model.verify import Verification, VerificationInputs, verify
 from eagle_fsd.utils.files import append_line, read_jsonl, truncate_partial_line
@@ -168,6 +168,7 @@ class LengthRecorder:
         inputs = {
             "target": fingerprint(model.model),
             "drafter": fingerprint(model.drafter),
+            "configurations": [configuration(item) for item in (model.model, model.drafter)],
             "prompts": [prompt.tolist() for prompt in self.workload.prompts],
             "config": self.workload.config.model_dump(),
             "methods": [method.describe(model) for method in methods],

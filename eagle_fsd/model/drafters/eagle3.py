@@ -280,11 +280,14 @@ def layer_config(config: PreTrainedConfig) -> LlamaConfig:
     """Configure a head of one Llama layer, which every engine reads, for a target."""
     rope = getattr(config, "rope_parameters", None) or {}
     rope = dict(rope.get("full_attention") or rope)
-    rope.pop("partial_rotary_factor", None)  # layers of Llama rotate the whole attention head
+    # Layers of Llama rotate the whole attention head.
+    if rope.pop("partial_rotary_factor", 1.0) != 1.0 and rope.get("rope_type") == "longrope":
+        # Its factors are those of the pairs that the target rotates.
+        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     return LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=getattr(config, "intermediate_size", 4 * config.hidden_size),
         num_hidden_layers=1,
         num_attention_heads=config.num_attention_heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None),
