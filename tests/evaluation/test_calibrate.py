@@ -307,7 +307,7 @@ def test_what_cannot_be_calibrated_is_rejected_early(run: Run) -> None:
     for options, words in (
         (("--for", "sglang"), "set a --temperature above 0; got 0"),
         (("--for", "tensorrt-llm", "--install"), "cannot hold tensorrt-llm's settings"),
-        (("--drafter", "nowhere", "--install"), "--install requires a drafter in a writable folder"),
+        (("--drafter", "nowhere", "--install"), "requires a drafter in a writable folder"),
         (("--thresholds", "0"), "threshold above 0"),
         (("--measure", "regret"), "--max-regret require each other"),
         (("--temperature", "0.8", "--top-p", "0.9"), "--top-p is not supported"),
