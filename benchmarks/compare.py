@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows = [row for group in groups for row in compare_with_official(*group)]
             title = "Exact decoding against the official code"
             tables.append(Table(title, OFFICIAL_COLUMNS, rows, f"Official: {versions}."))
-        save_report(options, "compare", tables, finished)
+        save_report(options, "compare-official" if groups else "compare", tables, finished)
 
     with ExitStack() as stack:
         if versions:

@@ -29,6 +29,8 @@ from eagle_fsd.utils.text import one_line
 MAX_ALTERNATIVES = 20
 #: Maximum number of log-probabilities of a prompt's tokens and their alternatives.
 MAX_PROMPT_LOGPROBS = 262_144
+#: Tokens of a text before its continuation, on which the continuation's spaces depend.
+CONTEXT_TOKENS = 8
 MAX_BIAS = 100
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
@@ -259,6 +261,7 @@ def read_request(
         logit_bias=parsed.logit_bias,
         compile_grammar=partial(_read_grammar, parsed, model, ends) if parsed.constrained else None,
         details=parsed.logprobs,
+        context=ids[0, -CONTEXT_TOKENS:].tolist() if parsed.messages is None else (),
         echo_texts=tuple(echo_texts),
         prompt_only=not max_new_tokens,
         dropped=dropped,

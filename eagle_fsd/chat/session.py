@@ -101,6 +101,7 @@ class AnswerRequest:
     #: Alternatives to report with each token's log-probability; None: report neither.
     details: int | None = None
     method: str = "fsd"  #: or ``"ar"``, without the drafter
+    context: Sequence[int] = ()  #: last tokens of a text to continue, on which spaces depend
     echo_texts: Sequence[str] = ()  #: of each prompt token, if the answer begins with the prompt
     prompt_only: bool = False  #: whether the prompt is echoed and nothing generated
     dropped: int = 0  #: messages that were dropped to fit the context
@@ -130,7 +131,7 @@ class ChatAnswer:
             self._end_tokens.update(token for token in special if token < model.target.vocab_size)
         if not request.ignore_eos:
             self._end_tokens.update(model.eos_token_ids)
-        self._stream = TextStream(model.tokenizer, request.stop)
+        self._stream = TextStream(model.tokenizer, request.stop, request.context)
         self.new_tokens = 0
         self.text = ""
         self.finish_reason: str | None = None

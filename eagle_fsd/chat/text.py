@@ -74,12 +74,17 @@ class TextStream:
 
     A stop string may begin in one token and end in a later one, so text that could be the beginning
     of a stop string is held back until the following tokens decide. Once ``stopped``, the string
-    and what follows it are dropped; empty strings are ignored. Raises ValueError unless the
-    tokenizer is a fast one.
+    and what follows it are dropped; empty strings are ignored. The text continues that of the
+    tokens ``context``. Raises ValueError unless the tokenizer is a fast one.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: Sequence[str] = (),
+        context: Sequence[int] = (),
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, context)
         self._stop = [item for item in stop if item]
         self._held: list[Piece] = []
         self.stopped = False

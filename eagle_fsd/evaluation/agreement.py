@@ -41,11 +41,13 @@ def agreement(exact: Sequence[Record], other: Sequence[Record]) -> dict[str, Any
     the quartiles over changed answers of the tokens before the first difference. Values that cannot
     be computed are None.
     """
-    by_id = {record["question_id"]: _turns(record) for record in exact}
+    # Turns that were answered have no error, but may be empty.
+    answered = (record for record in exact if None in record["choices"][0]["errors"])
+    by_id = {record["question_id"]: _turns(record) for record in answered}
     pairs = [
         (by_id[record["question_id"]], _turns(record))
         for record in other
-        if any(by_id.get(record["question_id"], ()))
+        if record["question_id"] in by_id
     ]
     differences = [_first_difference(*pair) for pair in pairs]
     found = [item for item in differences if item is not None]

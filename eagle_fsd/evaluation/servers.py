@@ -189,6 +189,15 @@ class ServerEvaluation(Evaluation):
         server = self.servers[name]
         return {"method": "server", "model": server.endpoint.model, "engine": server.owner}
 
+    def write(self, report: Report) -> None:
+        """Compare the servers by what the report has so far; see :meth:`Evaluation.write`."""
+        if "reference" in report:
+            others = (row for row in report["rows"] if row["method"] != self.reference)
+            report["conclusions"] = [comparison_text(report, row) for row in others]
+            if "certified" in report:
+                report["conclusions"].append(report["certified"])
+        super().write(report)
+
     def answerer(self, **shared: Any) -> ServerAnswerer:
         """Return what answers the questions, and warn about answers of an earlier run."""
         for name, store in self.stores.items():
@@ -235,10 +244,9 @@ def evaluate_servers(
     def extend(report: Report) -> None:
         report["reference"] = evaluation.reference
         report |= limit_losses(report["rows"], confidence=options.confidence)
-        compared = [row for row in report["rows"] if row["method"] != evaluation.reference]
-        report["conclusions"] = [comparison_text(report, row) for row in compared]
         if options.certify is not None:
-            report["conclusions"].append(certify(report, options, compared[0]))
+            row = next(row for row in report["rows"] if row["method"] != evaluation.reference)
+            report["certified"] = certify(report, options, row)
         draw_figures(report, folder)
 
     hooks = Hooks(progress, on_report=extend, on_finish=on_report or ignore)

@@ -129,7 +129,8 @@ class Decision:
             warp_draft=rule.needs_warped_draft
             or (acceptance.divergence_on == "warped" and self.details is not None),
             draw_uniform=rule.needs_uniform,
-            block=isinstance(rule, ExactRule),
+            # A subclass may let other rules read samples below the kept path.
+            block=type(rule) is ExactRule,
         )
         object.__setattr__(self, "sampler", sampler)  # the class is frozen
         object.__setattr__(self, "law", sampler.warp or self.warpers)

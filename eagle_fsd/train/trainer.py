@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
@@ -73,9 +74,28 @@ def describe_losses(counts: Mapping[str, int]) -> str | None:
     return f"of {counts['chats']:,} chats read in all epochs, {found}" if found else None
 
 
+#: Signals that end a training after a step, if they reach the main process only.
+SIGNALS = {signal.SIGINT, signal.SIGTERM}
+
+
 def _leave_process_group(_: int) -> None:
-    """Let the main process alone handle signals to the group, such as Ctrl-C; it ends workers."""
+    """Leave signals to the group, also one that is pending, to the main process."""
     os.setsid()
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with which the main process ends its workers
+
+
+class _Loader(DataLoader[Any]):
+    """A loader whose workers a signal to the process group, such as Ctrl-C, does not end."""
+
+    def __iter__(self) -> Any:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            return super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Trainer:
@@ -347,7 +367,7 @@ class Trainer:
     def _data_loader(self, batches: list[list[int]]) -> DataLoader[Any]:
         """Load batches of chats, given their indices."""
         on_gpu = self.accelerator.device.type == "cuda"
-        return DataLoader(
+        return _Loader(
             self.data,
             batch_sampler=batches,
             collate_fn=collate,

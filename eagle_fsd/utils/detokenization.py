@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
@@ -31,14 +31,16 @@ class IncrementalDetokenizer:
     """Decode tokens one by one as they are generated, with a fast tokenizer.
 
     A character that spans several tokens appears with the last of them. Special tokens are skipped.
-    Bytes that are not valid UTF-8 become U+FFFD, up to ``MAX_PENDING`` tokens later.
+    Bytes that are not valid UTF-8 become U+FFFD, up to ``MAX_PENDING`` tokens later. The tokens
+    continue those of ``context``, on which their leading spaces depend.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> None:
         self._tokenizer = fast_backend(tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {token for token, item in added.items() if item.special}
-        self._context: list[int] = []  # tokens of the last returned text
+        # Tokens of the last returned text, or of the text before.
+        self._context = [token for token in context if token not in self._special]
         self._pending: list[int] = []  # tokens since then
 
     def step(self, token: int) -> str:

@@ -260,7 +260,8 @@ HOSTILE_VALUES: tuple[tuple[str, dict[str, Any], int, str], ...] = (
     (GENERATE, {"prompt": f"{SYSTEM}{END}"}, 200, "non-empty"),
     (STREAM, {"prompt": "a" * 1_000_000}, 200, "characters"),
     (STREAM, {"temperature": 1e-30}, 200, "finish_reason"),
-    (EMBED, {"input": ["a" * 1_000_000]}, 400, "input must have at most"),
+    (EMBED, {"input": ["a" * 1_000_000]}, 200, "input must have at most"),
+    (CHAT, {"messages": [{"role": "user", "content": {"type": "text", "text": "a"}}]}, 200, ""),
     (COUNT, {"prompt": 5}, 200, "prompt must be a string; got 5"),
 )
 

@@ -35,6 +35,7 @@ def record_of(number: int, *turns: list[int], regrets: list[float] | None = None
         "token_ids": list(turns),
         "new_tokens": [len(turn) for turn in turns],
         "regrets": [regrets or []],
+        "errors": [None for _ in turns],
     }
     return {"question_id": number, "choices": [choice]}
 
@@ -62,6 +63,9 @@ def test_agreement_of_equal_and_of_empty_answers() -> None:
     assert changed_limit(found, 0.95) == pytest.approx(1 - 0.05 ** (1 / 30))
     empty = record_of(0, [])
     empty["choices"][0]["turns"] = [""]
+    found = agreement([empty], [record_of(0, [5])])
+    assert (found["answers"], found["identical"]) == (1, 0)
+    empty["choices"][0]["errors"] = ["too long"]
     found = agreement([empty], [empty])  # exact decoding failed
     assert (found["answers"], changed_limit(found, 0.95), found["length_change"]) == (0, None, None)
 

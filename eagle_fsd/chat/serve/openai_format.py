@@ -85,11 +85,12 @@ def _to_text(content: Any) -> str:
     """Join the parts of a message's content."""
     if isinstance(content, str):
         return content
-    for part in content if isinstance(content, list) else [content]:
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
         valid = isinstance(part, dict) and part.keys() == {"type", "text"}
         if not valid or part["type"] != "text" or not isinstance(part["text"], str):
             raise ValueError("must be a string or a list of parts of type text")
-    return "\n".join(part["text"] for part in content)
+    return "\n".join(part["text"] for part in parts)
 
 
 def _to_prompts(value: Any) -> list[str | list[int]]:

@@ -180,6 +180,7 @@ class ToolParser:
                 raise ValueError("the arguments are not an object")
             text = json.dumps(arguments, allow_nan=False)
             function = {"name": value["name"], "arguments": text}
-            identity = {"id": f"call_{token_hex(12)}", "type": "function"}
+            # Mistral's templates accept ids of this length only.
+            identity = {"id": token_hex(5)[:9], "type": "function"}
             calls.append({"index": index, **identity, "function": function})
         return calls

@@ -233,7 +233,7 @@ def worker_app(worker: FSDWorker) -> FastAPI:
         try:
             vectors, count = await worker.backend.embed(texts, request.state.client)
         except RequestError as error:  # counted by the backend
-            return JSONResponse(error_output(str(error), error.code), status_code=400)
+            return JSONResponse(error_output(str(error), error.code))
         except QueueFullError as error:
             return JSONResponse(error_output(str(error), OVERLOADED))
         except DecodingError as error:

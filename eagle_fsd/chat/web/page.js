@@ -85,7 +85,8 @@ const askForKey = () => {
 const request = async (path, options = {}) => {
   const key = sessionStorage.getItem(KEY);
   const headers = { "Content-Type": "application/json" };
-  if (key) headers.Authorization = `Bearer ${key}`;
+  // Other characters cannot be sent; without the header, the server asks for a key.
+  if (key && /^[\x20-\x7e]+$/.test(key)) headers.Authorization = `Bearer ${key}`;
   const response = await fetch(path, { ...options, headers });
   if (response.ok) return response;
   if (response.status === 401) askForKey();
@@ -132,11 +133,20 @@ const exactAcceptance = () => ({
   label: "T = 0",
   name: "Exact (T = 0)",
 });
+
+const bytes = (value) => new TextEncoder().encode(JSON.stringify(value)).length;
+
+// The latest exchanges that a request has room for; the server drops those beyond the context.
+const recent = (earlier) => {
+  let kept = earlier.slice(-MAX_EXCHANGES);
+  while (kept.length && bytes(kept) > settings.max_body / 2) kept = kept.slice(1);
+  return kept;
+};
 const requestBody = (earlier, question, acceptance) => ({
   ...settings.params,
   model: settings.model,
   messages: [
-    ...earlier.slice(-MAX_EXCHANGES).flatMap((exchange) => [
+    ...recent(earlier).flatMap((exchange) => [
       { role: "user", content: exchange.question },
       { role: "assistant", content: exchange.answer },
     ]),

@@ -78,6 +78,7 @@ def page_settings(
         "controls": [_control(name, about, options) for name in CONTROLS],
         "params": options.model_dump(exclude_none=True, exclude=set(CONTROLS)),
         "examples": examples,
+        "max_body": about.limits.max_body,
     }
 
 

@@ -234,6 +234,8 @@ def check_speed(measured: Measurements) -> list[Finding]:
 
 def check_gate(measured: Measurements) -> list[Finding]:
     """Report if FSD can hardly accept more than lossless decoding, at the pair's or a usual T."""
+    if measured.model.acceptance.rule != "fsd":
+        return []
     threshold = measured.model.acceptance.threshold or PROBED_THRESHOLD
     message = describe_closed_gate(measured.divergences, threshold)
     step = "train the drafter further; until then, decode losslessly (--threshold 0)"

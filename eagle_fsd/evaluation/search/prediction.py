@@ -171,7 +171,8 @@ class LengthRecorder:
             "configurations": [configuration(item) for item in (model.model, model.drafter)],
             "prompts": [prompt.tolist() for prompt in self.workload.prompts],
             "config": self.workload.config.model_dump(),
-            "methods": [method.describe(model) for method in methods],
+            # Without the pair's own trees, which the recorded lengths do not depend on.
+            "methods": [replace(method, tree=PLAIN_TREE).describe(model) for method in methods],
         }
         self.digest = _digest(inputs)
         self._known: dict[str, list[list[int]]] = {}
