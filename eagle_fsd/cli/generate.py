@@ -184,8 +184,11 @@ def _sampling(config: GenerateConfig) -> SamplingConfig:
 def _warm_up(model: EagleFSD, encoded: EncodedPrompt, config: GenerateConfig) -> None:
     """Compile or capture steps, which is not part of the speeds to compare."""
     from eagle_fsd.evaluation.methods import fresh_pair
+    from eagle_fsd.model.compilation import has_graphs
 
-    pair, ids, new = fresh_pair(model), encoded.ids, min(MIN_STEPS, config.max_new_tokens)
+    pair, ids, new = fresh_pair(model), encoded.ids, config.max_new_tokens
+    if not (model.capture and has_graphs(model.target.device)):
+        new = min(MIN_STEPS, new)  # graphs are for caches of one length
     for method in ("fsd", "ar"):
         pair.generate(ids, ids.new_ones(ids.shape), new, sampling=_sampling(config), method=method)
 

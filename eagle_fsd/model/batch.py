@@ -29,8 +29,9 @@ log = logging.getLogger(__name__)
 
 #: Engines without rows that a batch keeps, for the tokens in their caches.
 MAX_IDLE_ENGINES = 2
-#: Engines of calls that have ended that a pool keeps, those used last.
-MAX_POOLED_ENGINES = 4
+#: Engines of calls that have ended that a pool keeps, those used last: more than the trees that a
+#: search lets take turns.
+MAX_POOLED_ENGINES = 16
 
 
 @dataclass
@@ -233,8 +234,10 @@ class Batch:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            if self._options.pool.clear() or self.max_rows > 1:
-                self._halve()
+            if self._options.pool.clear():
+                self._requeue(self.max_rows)
+            elif self.max_rows > 1:
+                self._requeue(max(1, self.rows // 2))
             else:
                 found.append(self._fail(error))
         self._failed = failed
@@ -390,10 +393,11 @@ class Batch:
         removed = set(answers)
         engine.drop([index for index, answer in enumerate(engine.rows) if answer in removed])
 
-    def _halve(self) -> None:
-        """Requeue all answers, and halve the number of rows."""
-        self.max_rows = max(1, self.rows // 2)
-        log.warning("memory ran out: reduced the batch size to %d", self.max_rows)
+    def _requeue(self, max_rows: int) -> None:
+        """Requeue all answers, and limit the number of rows."""
+        if max_rows < self.max_rows:
+            log.warning("memory ran out: reduced the batch size to %d", max_rows)
+        self.max_rows = max_rows
         for answer, engine in self._places.items():
             answer.rule_state = engine.rule_state(answer)
         self._waiting.extendleft(reversed(self._places))

@@ -24,6 +24,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.utils._triton import has_triton, has_triton_package
 
 from eagle_fsd.model.description import Description
+from eagle_fsd.utils.errors import is_out_of_memory
 from eagle_fsd.utils.text import one_line
 
 log = logging.getLogger(__name__)
@@ -303,8 +304,9 @@ class StepGraphs:
         found = self._graphs.pop(shapes, None)
         if found is None:
             count = self._seen.pop(shapes, 0)
-            if count < EAGER_STEPS:
-                self._seen[shapes] = count + 1
+            # No capture survives that the compiler synchronizes the device.
+            if count < EAGER_STEPS or _tracing.locked():
+                self._seen[shapes] = min(count + 1, EAGER_STEPS)
                 _drop_first(self._seen, MAX_SEEN)
                 return eager()
             found = self._capture(step)
@@ -326,7 +328,7 @@ class StepGraphs:
                 with self._captured(graph, before.device):
                     result = step()
             except Exception as error:  # an error of the step itself is raised by its eager run
-                if isinstance(error, torch.OutOfMemoryError):
+                if is_out_of_memory(error):
                     self._failed = True  # another engine may have enough memory
                 else:
                     _not_capturable.add(self._target)

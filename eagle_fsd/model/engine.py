@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from eagle_fsd.model import memory
 from eagle_fsd.model.attention import query_groups
 from eagle_fsd.model.cache import TreeCache, cache_slots
-from eagle_fsd.model.compilation import BackgroundCompiler, using_device
+from eagle_fsd.model.compilation import BackgroundCompiler, has_graphs, using_device
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.description import describe_modules
 from eagle_fsd.model.drafters.interface import Drafter
@@ -126,9 +126,10 @@ class Engine:
 
     def row_bytes(self, max_length: int) -> memory.Bytes:
         """Return the memory that a row of at most ``max_length`` tokens takes."""
-        slots = self._slots(max_length)
+        target, (length, draft_length) = self.target, self._slots(max_length)
+        captured = self.execution.options.capture and has_graphs(target.device)
         needed = (
-            memory.row_bytes(self.target, self.drafter, tree, *slots)
+            memory.row_bytes(target, self.drafter, tree, length, draft_length, captured)
             for tree in self._trees.values()
         )
         return max(needed, key=memory.Bytes.total)

@@ -39,15 +39,24 @@ def free_bytes(device: torch.device) -> int:
 
 
 def row_bytes(
-    target: Target, drafter: Drafter, tree: TreeConfig, length: int, draft_length: int
+    target: Target,
+    drafter: Drafter,
+    tree: TreeConfig,
+    length: int,
+    draft_length: int,
+    captured: bool = False,
 ) -> Bytes:
-    """Return the memory of a row with ``L`` and ``D`` slots; the target must have made a pass."""
+    """Return the memory of a row with ``L`` and ``D`` slots; the target must have made a pass.
+
+    Where steps are ``captured``, graphs and the steps before a capture hold the last term each.
+    """
     found = _slot_bytes(target.layout, length)
     if draft_length:
         found += _slot_bytes(drafter.layout, draft_length)
     nodes = drafter.max_nodes(tree)
     expanded = drafter.max_expanded(tree)
-    found[target.device] += 4 * target.vocab_size * (2 * nodes + expanded)
+    workspaces = 2 if captured else 1
+    found[target.device] += workspaces * 4 * target.vocab_size * (2 * nodes + expanded)
     return found
 
 

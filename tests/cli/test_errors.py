@@ -114,6 +114,7 @@ def test_exceptions_become_messages_of_one_line(run: Run, monkeypatch: pytest.Mo
         (MemoryError(row), 1, f"out of memory ({row}){advice}"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 1, memory),
         (RuntimeError("DefaultCPUAllocator: not enough memory: you tried"), 1, memory),
+        (RuntimeError("CUDA error: out of memory"), 1, memory),
     ):
         errors.append(error)
         found, _, err = run("generate", "--compile", "x")  # the prompt is not the option's value
