@@ -84,6 +84,11 @@ def test_byte_tokens_are_decoded_with_the_last_byte_of_a_character(
     assert _pieces(byte_fallback, ids) == ["he", "llo", "\n", "", "", "", "🙂", " he", "llo"]
 
 
+def test_a_continuation_keeps_its_leading_space(byte_fallback: PreTrainedTokenizerFast) -> None:
+    continued = IncrementalDetokenizer(byte_fallback, [256, 257])
+    assert [continued.step(256), IncrementalDetokenizer(byte_fallback).step(256)] == [" he", "he"]
+
+
 @given(ids=st.lists(st.integers(0, 257), max_size=20))
 @example(ids=[256, 10, 0xF0, 256, 257])  # the first byte of an emoji after a newline
 def test_invalid_bytes_become_replacement_characters(
