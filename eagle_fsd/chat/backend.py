@@ -16,7 +16,9 @@ from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.decode_queue import (
@@ -47,6 +49,8 @@ from eagle_fsd.utils.chat_templates import Chat, ChatTemplate
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+#: An embedding, ``[H]``; as Python numbers it would take eight times the memory.
+Vector = NDArray[np.float32]
 #: Tokens of an echoed prompt in one update.
 PROMPT_PART = 64
 
@@ -232,14 +236,14 @@ class LocalBackend:
                 raise RequestError(f"tokens must be token ids in [0, {last}]", param="tokens")
             return str(await self.reader.run(client, decode))
 
-    async def embed(self, texts: Sequence[str], client: str = "") -> tuple[list[list[float]], int]:
+    async def embed(self, texts: Sequence[str], client: str = "") -> tuple[list[Vector], int]:
         """Embed texts as the mean of the target's features, scaled to length 1.
 
         Returns a vector for each text, and the number of tokens. Answers take a step between two
         texts. Raises RequestError for a text without tokens or longer than the context,
         QueueFullError or DecodingError.
         """
-        vectors: list[list[float]] = []
+        vectors: list[Vector] = []
         with self._counted():
             self.queue.check_room(client)
             encoded = await self.reader.run(client, partial(self._encode_inputs, texts))
@@ -262,12 +266,12 @@ class LocalBackend:
         return encoded
 
     @torch.inference_mode()
-    def _embed(self, ids: list[int], _cancelled: Callable[[], bool]) -> list[float]:
+    def _embed(self, ids: list[int], _cancelled: Callable[[], bool]) -> Vector:
         """Embed the tokens of a text; see :meth:`embed`."""
         target = self.model.target
         inputs = torch.tensor([ids], device=target.device)
         mean = target.body(input_ids=inputs, use_cache=False).last_hidden_state[0].float().mean(0)
-        vector: list[float] = torch.nn.functional.normalize(mean, dim=0).cpu().tolist()
+        vector: Vector = torch.nn.functional.normalize(mean, dim=0).cpu().numpy()
         return vector
 
     def close(self) -> None:

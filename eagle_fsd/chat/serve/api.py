@@ -189,7 +189,8 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
     async def embed(body: EmbeddingRequest, request: Request) -> Response:
         check_model(body.model)
         vectors, tokens = await backend.embed(body.input, request.state.client)
-        return JSONResponse(embedding_response(body, vectors, tokens))
+        content = await embedding_response(body, vectors, tokens)
+        return parted_response(content, "application/json")
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:

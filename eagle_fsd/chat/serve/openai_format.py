@@ -8,6 +8,7 @@ is the same as absent.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from abc import abstractmethod
@@ -18,6 +19,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi.exceptions import RequestValidationError
+from numpy.typing import NDArray
 from pydantic import (
     AliasChoices,
     FailFast,
@@ -680,22 +682,24 @@ def check_logprobs(params: Sequence[dict[str, Any]], default: int, context: int)
         )
 
 
-def base64_vector(vector: Sequence[float]) -> str:
+def base64_vector(vector: NDArray[np.float32]) -> str:
     """Return a vector as little-endian float32 in base64."""
-    return b64encode(np.asarray(vector, "<f4").tobytes()).decode()
+    return b64encode(vector.astype("<f4").tobytes()).decode()
 
 
-def embedding_response(
-    request: EmbeddingRequest, vectors: Sequence[Sequence[float]], tokens: int
-) -> dict[str, Any]:
-    """Return the response to a request for embeddings."""
-    found = map(base64_vector, vectors) if request.encoding_format == "base64" else vectors
-    data = [
-        {"object": "embedding", "index": index, "embedding": vector}
-        for index, vector in enumerate(found)
-    ]
+async def embedding_response(
+    request: EmbeddingRequest, vectors: Sequence[NDArray[np.float32]], tokens: int
+) -> bytes:
+    """Return the response to a request for embeddings; other responses continue meanwhile."""
+    encode = base64_vector if request.encoding_format == "base64" else np.ndarray.tolist
+    rows = []
+    for index, vector in enumerate(vectors):
+        row = {"object": "embedding", "index": index, "embedding": encode(vector)}
+        rows.append(json.dumps(row, allow_nan=False))
+        await asyncio.sleep(0)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {"object": "list", "data": data, "model": request.model, "usage": usage}
+    rest = json.dumps({"object": "list", "model": request.model, "usage": usage})
+    return f'{rest[:-1]}, "data": [{", ".join(rows)}]}}'.encode()
 
 
 class ApiError(HTTPException):

@@ -239,7 +239,7 @@ def worker_app(worker: FSDWorker) -> FastAPI:
         except DecodingError as error:
             return JSONResponse(error_output(str(error), INTERNAL))
         base64 = params.get("encoding_format") == "base64"
-        found = list(map(base64_vector, vectors)) if base64 else vectors
+        found = [base64_vector(vector) if base64 else vector.tolist() for vector in vectors]
         return JSONResponse({"embedding": found, "token_num": count})
 
     @app.post("/worker_get_status")
