@@ -421,7 +421,7 @@ class Recipe:
                 log.warning("%s needs %s", name, SHARED / SPEC_BENCH)
                 continue
             folder = self.work / "speed" / name.replace(" ", "-")
-            settings, words = self.head("eagle3") / "fsd.json", factor.options
+            settings, words = self.head("eagle3") / SETTINGS_FILE, factor.options
             if factor.tuned:
                 options = {**common, "--count": self.scale.tuning, "--out": folder / "tune"}
                 questions = self._tuning_questions()

@@ -376,7 +376,7 @@ class Batch:
         return engine
 
     def _is_oversized(self, engine: Engine, request: Request) -> bool:
-        """Whether rows are so long, for earlier requests, that waiting ones do not all get one."""
+        """Whether rows reserved for longer requests leave too little memory for those that wait."""
         if self._max_length is not None or self._options.caches is not None:
             return False
         first = (item.request for item in itertools.islice(self._waiting, self.max_rows))

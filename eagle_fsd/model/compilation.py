@@ -304,7 +304,7 @@ class StepGraphs:
         found = self._graphs.pop(shapes, None)
         if found is None:
             count = self._seen.pop(shapes, 0)
-            # No capture survives that the compiler synchronizes the device.
+            # A capture fails if the compiler synchronizes the device meanwhile.
             if count < EAGER_STEPS or _tracing.locked():
                 self._seen[shapes] = min(count + 1, EAGER_STEPS)
                 _drop_first(self._seen, MAX_SEEN)

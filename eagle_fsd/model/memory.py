@@ -48,7 +48,8 @@ def row_bytes(
 ) -> Bytes:
     """Return the memory of a row with ``L`` and ``D`` slots; the target must have made a pass.
 
-    Where steps are ``captured``, graphs and the steps before a capture hold the last term each.
+    If steps are ``captured``, the last term counts twice: graphs hold that memory, and so do the
+    eager steps before a capture.
     """
     found = _slot_bytes(target.layout, length)
     if draft_length:

@@ -112,7 +112,7 @@ def _can_pack(weight: Tensor) -> bool:
 
 @cache
 def _total_memory() -> int:
-    """Return the memory of the machine or container, which a pass asks for with every weight."""
+    """Return the total memory; cached, because passes ask for it once per weight."""
     return host_memory().total
 
 

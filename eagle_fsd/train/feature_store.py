@@ -237,8 +237,8 @@ def write_features(
         shards = sorted([*shards, *written], key=lambda shard: int(shard["first"]))
         done = sum(len(shard["chats"]) for shard in shards)
         complete = done == len(data)
-        # The index grows with the chats: its size times the number of times that it is written
-        # stays proportional to it. An interrupted run recomputes the shards that it lacks.
+        # The index is written each time it has grown by 1/32, so the bytes written in all are
+        # proportional to its size. A resumed run recomputes the shards that it lacks.
         if state.is_main_process and (complete or len(shards) - indexed > len(shards) // 32):
             index = {"made_from": fingerprint, "complete": complete, "shards": shards}
             atomic_write(folder / INDEX_FILE, json.dumps(index))

@@ -74,12 +74,15 @@ def describe_losses(counts: Mapping[str, int]) -> str | None:
     return f"of {counts['chats']:,} chats read in all epochs, {found}" if found else None
 
 
-#: Signals that end a training after a step, if they reach the main process only.
+#: Signals after which the main process completes the step and ends the training.
 SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
 def _leave_process_group(_: int) -> None:
-    """Leave signals to the group, also one that is pending, to the main process."""
+    """Detach a worker from the process group, whose signals the main process handles.
+
+    A signal that is pending is discarded.
+    """
     os.setsid()
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -69,7 +69,7 @@ class RelaxedSampler(RejectionSampler):
     def apply_logits_processors(
         self, logits: Tensor, sampling_metadata: SamplingMetadata, metadata: SpecDecodeMetadata
     ) -> Tensor:
-        """Process the target's raw logits ``[T, V]``, then raise what the rule accepts."""
+        """Process the target's raw logits ``[T, V]``, then raise those of accepted tokens."""
         process = super().apply_logits_processors
         if not len(metadata.draft_token_ids):
             return process(logits, sampling_metadata, metadata)
