@@ -171,7 +171,9 @@ def baseline_methods(model: EagleFSD, assistant: str | None = None) -> list[Meth
     if assistant == "ngram":
         return [HF, Method(HF_LOOKUP, decoder="hf", assistant="ngram")]
     draft = load_target(assistant, model.target.dtype, model.target.device)
-    size, expected = draft.config.vocab_size, model.model.config.vocab_size
+    size, expected = (
+        item.config.get_text_config(decoder=True).vocab_size for item in (draft, model.model)
+    )
     if size != expected:
         raise ValueError(
             f"assisted generation requires equal vocabularies; the draft model {assistant} has"

@@ -314,11 +314,14 @@ def beam_search(
     ]
     longest = max(len(tokens) for _, tokens in best)
     fill = pad or next(iter(ordered), 0)  # as in Hugging Face, 0 stands for the first of them
-    new = torch.tensor(
-        [tokens + [fill] * (longest - len(tokens)) for _, tokens in best],
-        dtype=input_ids.dtype,
-        device=input_ids.device,
-    )
-    given = input_ids.repeat_interleave(config.num_return_sequences, 0)
-    scores = torch.tensor([score for score, _ in best], device=input_ids.device)
-    return BeamSearchOutput(torch.cat([given, new], 1), scores, stats)
+    with torch.inference_mode(False):  # callers may change the result
+        new = input_ids.new_tensor(
+            [tokens + [fill] * (longest - len(tokens)) for _, tokens in best]
+        )
+        given = input_ids.repeat_interleave(config.num_return_sequences, 0)
+        scores = [score for score, _ in best]
+        return BeamSearchOutput(
+            torch.cat([given, new], 1),
+            torch.tensor(scores, dtype=torch.float32, device=input_ids.device),
+            stats,
+        )

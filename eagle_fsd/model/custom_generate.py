@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,28 +23,16 @@ from transformers import (
 from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
-from eagle_fsd.model.config import AcceptanceConfig
-from eagle_fsd.model.generation import GenerateOutput
 from eagle_fsd.model.sampling import WARPERS
+from eagle_fsd.model.verify import AcceptanceRule
 from eagle_fsd.model.wrappers import unwrap_model
 
 #: Inputs of the target's forward call that change no token.
 NEUTRAL_INPUTS = ("use_cache", "logits_to_keep", "output_attentions", "output_hidden_states")
 
 
-class Decoder(Protocol):
-    """What :func:`custom_generate` needs of an :class:`EagleFSD`."""
-
-    model: Any
-    acceptance: AcceptanceConfig
-
-    @property
-    def generate(self) -> Callable[..., GenerateOutput]:
-        """See :meth:`EagleFSD.generate`."""
-
-
 def custom_generate(
-    fsd: Decoder,
+    fsd: Any,
     model: PreTrainedModel,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
@@ -61,7 +49,7 @@ def custom_generate(
     price: float | None = None,
     max_fuzzy_nats: float | None = None,
     exact_first: int | None = None,
-    rule: str | None = None,
+    rule: AcceptanceRule | str | None = None,
     method: str = "fsd",
     seed: int | None = None,
     **model_kwargs: Any,
@@ -73,7 +61,7 @@ def custom_generate(
     drops ``streamer``, which ``functools.partial(fsd.custom_generate, streamer=...)`` binds.)
 
     Args:
-        fsd: The pair.
+        fsd: The pair, an :class:`EagleFSD`.
         model: The target, passed by Hugging Face.
         input_ids: ``[B, S]`` token ids.
         logits_processor: Built by Hugging Face from its generation configuration.
@@ -82,7 +70,8 @@ def custom_generate(
         synced_gpus: Must be False: ranks take different numbers of passes.
         streamer: See :meth:`EagleFSD.generate`.
         threshold, divergence, min_ratio, fallback, selection, divergence_on, price, max_fuzzy_nats,
-            exact_first, rule: Override these fields of :attr:`EagleFSD.acceptance`.
+            exact_first, rule: Override these fields of :attr:`EagleFSD.acceptance`. ``rule`` may be
+            a rule object, too, see :meth:`EagleFSD.generate`.
         method: ``"fsd"`` or ``"ar"``.
         seed: Seed that makes sampling reproducible.
         **model_kwargs: ``attention_mask``, and what Hugging Face adds by itself: an empty
@@ -138,8 +127,9 @@ def custom_generate(
             price=price,
             max_fuzzy_nats=max_fuzzy_nats,
             exact_first=exact_first,
-            rule=rule,
+            rule=rule if isinstance(rule, str) else None,
         ),
+        rule=None if isinstance(rule, str) else rule,
         method=method,
         seed=seed,
     ).sequences
@@ -206,6 +196,6 @@ def _split_warpers(
 ) -> tuple[list[LogitsProcessor], list[LogitsProcessor]]:
     """Split Hugging Face's list into processors and the warpers at its end."""
     first = len(processors)
-    while first and isinstance(processors[first - 1], WARPERS):
+    while first and type(processors[first - 1]) in WARPERS:
         first -= 1
     return list(processors[:first]), list(processors[first:])

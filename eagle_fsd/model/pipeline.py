@@ -39,6 +39,7 @@ from eagle_fsd.model.config import (
     TreeConfig,
     read_settings,
 )
+from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.interface import Drafter, NoDrafter
 from eagle_fsd.model.drafters.loading import WITHOUT_FILES, load_drafter
 from eagle_fsd.model.execution import ExecutionOptions
@@ -195,6 +196,8 @@ class EagleFSD:
             )
         if isinstance(drafter, str):
             drafter = BUNDLED_DRAFTERS.get(drafter, drafter)
+        if isinstance(drafter, nn.Module) and not isinstance(drafter, Drafter):
+            drafter = DraftModel(unwrap_model(drafter))
         name = None
         if isinstance(target, (str, Path)):
             name = str(target)
@@ -547,7 +550,7 @@ class EagleFSD:
             }
         )
         self._check_method(method)
-        drafter = self.drafter if method == "fsd" else NoDrafter()
+        drafter = self._attached_drafter() if method == "fsd" else NoDrafter()
         with using_device(self.target.device):
             return beam_search(
                 self.target,
@@ -606,12 +609,16 @@ class EagleFSD:
         )
         return EngineOptions(
             target=self.target,
-            drafter=self.drafter,
+            drafter=self._attached_drafter(),
             execution=execution,
             batch_trees=self.batch_trees,
             caches=caches,
             pool=self._pool,
         )
+
+    def _attached_drafter(self) -> Drafter:
+        """Return the drafter, which may have been assigned, or have served another pair."""
+        return self.drafter.attach(self.target)
 
     def _check_method(self, method: str) -> None:
         if method not in METHODS:

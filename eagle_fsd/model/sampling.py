@@ -124,7 +124,7 @@ class Sampler:
     @property
     def needs_prefix(self) -> bool:
         """Whether any processor reads previous tokens."""
-        return any(not isinstance(item, PREFIX_FREE) for item in self.processors)
+        return any(type(item) not in PREFIX_FREE for item in self.processors)
 
     @property
     def on_device(self) -> bool:
@@ -312,7 +312,7 @@ def check_warpers(
 ) -> None:
     """Call every custom warper once; raise ``ValueError`` if it reads previous tokens."""
     for item in warpers:
-        if isinstance(item, WARPERS):
+        if type(item) in WARPERS:
             continue
         try:
             item(None, torch.zeros(1, vocab_size, device=device))

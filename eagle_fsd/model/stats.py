@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,8 @@ from eagle_fsd.model.verify import Origin
 #: Phases of a call; all but prefill repeat in every step. On CUDA, a step that is replayed as a
 #: graph is a single phase, "graph". In a step that is compiled, "verify" includes "cache".
 PHASES = ("prefill", "draft", "target", "verify", "cache", "host")
+#: Names of the origins of emitted tokens.
+ORIGINS = tuple(item.name.lower() for item in Origin if item != Origin.PADDING)
 
 
 class PhaseClock:
@@ -61,7 +62,7 @@ class DecodeStats:
     """
 
     accepted: list[list[int]]
-    origins: list[Counter[str]]
+    origins: list[dict[str, int]]
     seconds: dict[str, float] = field(default_factory=dict)
     passes: int = 0
     prefilled: int = 0
@@ -69,13 +70,14 @@ class DecodeStats:
     @classmethod
     def empty(cls, rows: int) -> DecodeStats:
         """Return the statistics of a call with ``rows`` prompts that has emitted nothing yet."""
-        return cls([[] for _ in range(rows)], [Counter() for _ in range(rows)])
+        return cls([[] for _ in range(rows)], [dict.fromkeys(ORIGINS, 0) for _ in range(rows)])
 
     def add(self, row: int, origins: Iterable[int]) -> None:
         """Count the tokens that a target pass emitted for ``row``, given their ``origins``."""
         names = [Origin(item).name.lower() for item in origins]
         self.accepted[row].append(len(names))
-        self.origins[row].update(names)
+        for name in names:
+            self.origins[row][name] += 1
 
     @property
     def tokens(self) -> int:
@@ -112,7 +114,6 @@ class DecodeStats:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the statistics as JSON-serializable values."""
-        total: Counter[str] = sum(self.origins, Counter())
         return {
             "tokens": self.tokens,
             "steps": self.steps,
@@ -120,7 +121,7 @@ class DecodeStats:
             "prefilled": self.prefilled,
             "tau": self.tau,
             "tokens_per_second": self.tokens_per_second,
-            "origins": {name: total[name] for name in ("exact", "fuzzy", "target")},
+            "origins": {name: sum(row[name] for row in self.origins) for name in ORIGINS},
             "seconds": dict(self.seconds),
             "accepted": self.accepted,
         }

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -178,6 +179,10 @@ class AcceptanceRule:
     A rule that depends on what a row has emitted keeps :attr:`state_size` numbers per row on the
     device. They follow the row when rows are dropped, and are in :attr:`VerificationInputs.state`.
 
+    Rows with equal rules are verified together. Rules that are dataclasses are equal if their
+    fields are, others if they are one object. An evaluation resumes if the rule has the same
+    ``repr``, by default its attributes that are numbers, strings and tuples.
+
     Attributes:
         needs_uniform: Whether the rule reads :attr:`VerificationInputs.uniform`.
         needs_drawn: Whether it reads :attr:`VerificationInputs.drawn` at temperatures above 0.
@@ -188,6 +193,19 @@ class AcceptanceRule:
     needs_uniform = False
     needs_drawn = False
     capturable = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        own = vars(cls)
+        if "__init__" in own and "__eq__" not in own:
+            # It may have attributes that an inherited comparison of a dataclass's fields ignores.
+            cls.__eq__ = object.__eq__  # type: ignore[method-assign]
+            cls.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        plain = (bool, int, float, str, tuple, type(None))
+        own = (f"{name}={item!r}" for name, item in vars(self).items() if isinstance(item, plain))
+        return f"{type(self).__name__}({', '.join(own)})"
 
     @property
     def needs_warped_draft(self) -> bool:

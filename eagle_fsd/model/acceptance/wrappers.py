@@ -14,8 +14,22 @@ from eagle_fsd.model.verify import AcceptanceRule, Origin, Verification, Verific
 
 
 def _same(name: str) -> Any:
-    """Return a property or a method that is that of the restricted rule."""
+    """Return a property that is that of the restricted rule."""
     return property(lambda self: getattr(self.rule, name))
+
+
+def _restricted(name: str) -> Any:
+    """Return a method that is that of the restricted rule, which sees its own state only."""
+
+    def call(self: WrappedRule, inputs: VerificationInputs, *arguments: Any) -> Any:
+        state = inputs.state
+        if state is not None:
+            inputs.state = state[:, : self.rule.state_size]
+        found = getattr(self.rule, name)(inputs, *arguments)
+        inputs.state = state
+        return found
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -36,10 +50,11 @@ class WrappedRule(AcceptanceRule):
     judges_paths = _same("judges_paths")
     replaces_samples = _same("replaces_samples")
     capturable = _same("capturable")
-    choose = _same("choose")
-    gate = _same("gate")
-    admits = _same("admits")
-    settle = _same("settle")
+    choose = _restricted("choose")
+    gate = _restricted("gate")
+    admits = _restricted("admits")
+    settle = _restricted("settle")
+    _advance_restricted = _restricted("advance")
 
     @property
     def state_size(self) -> int:
@@ -56,8 +71,7 @@ class WrappedRule(AcceptanceRule):
 
     def with_own(self, inputs: VerificationInputs, kept: Verification, own: Tensor) -> Tensor:
         """Return ``[B, state_size]``: the wrapped rule's next state, then the wrapper's."""
-        inner = self.rule.advance(inputs, kept)[:, : self.rule.state_size]
-        return torch.cat([inner, own[:, None]], 1)
+        return torch.cat([self._advance_restricted(inputs, kept), own[:, None]], 1)
 
 
 @dataclass(frozen=True)
@@ -88,7 +102,7 @@ class LimitedRule(WrappedRule):
     judges_paths = True
 
     def settle(self, inputs: VerificationInputs, exact: Tensor, accepted: Tensor) -> Tensor:
-        accepted = self.rule.settle(inputs, exact, accepted)
+        accepted = super().settle(inputs, exact, accepted)
         cost = inputs.tree.path_sum(torch.where(accepted & ~exact, inputs.regret, 0.0))
         left = (self.max_nats - self.own_state(inputs))[:, None]
         return accepted & (exact | ((cost <= left) & (left > 0.0)))
@@ -108,13 +122,13 @@ class PartialRule(WrappedRule, ABC):
         """Return ``[B, N]`` bool: whether the rule applies to the token after each node."""
 
     def choose(self, inputs: VerificationInputs) -> Tensor:
-        return torch.where(self.inside(inputs), self.rule.choose(inputs), inputs.sampled)
+        return torch.where(self.inside(inputs), super().choose(inputs), inputs.sampled)
 
     def gate(self, inputs: VerificationInputs) -> Tensor:
-        return self.rule.gate(inputs) | ~self.inside(inputs)
+        return super().gate(inputs) | ~self.inside(inputs)
 
     def admits(self, inputs: VerificationInputs, nodes: Tensor, tokens: Tensor) -> Tensor:
-        admitted = self.rule.admits(inputs, nodes, tokens)
+        admitted = super().admits(inputs, nodes, tokens)
         return admitted & self.inside(inputs).gather(1, nodes)
 
 

@@ -60,6 +60,7 @@ class EagleHead(DraftHead):
         try:
             super().__init__(config, config.hidden_size)
             self.ranked_tokens = None
+            self._projection: tuple[Any, ...] | None = None  # whose rows are copied
             self.register_buffer("_row_weights", None, persistent=False)
             self.register_buffer("_row_bias", None, persistent=False)
             self._build(bias, dtype)
@@ -124,7 +125,11 @@ class EagleHead(DraftHead):
 
     def attach(self, target: Target) -> Self:
         super().attach(target)
-        self.restrict_vocabulary(self.ranked_tokens)
+        weight = target.lm_head.weight
+        version = None if weight.is_inference() else weight._version
+        if self._projection != (id(weight), version, weight.device):
+            self.restrict_vocabulary(self.ranked_tokens)
+            self._projection = id(weight), version, weight.device
         return self
 
     def log_probs(self, hidden: Tensor) -> Tensor:

@@ -200,9 +200,10 @@ class AdaptiveNGramDrafter(_CountingDrafter):
         return AdaptiveNGramDrafter(self.order, self.min_order, self.capacity)
 
     def attach(self, target: Target) -> Self:
-        if self.table and self.vocab_size != target.vocab_size:
+        known = getattr(self, "vocab_size", target.vocab_size)  # unknown before the first target
+        if self.table and known != target.vocab_size:
             raise ValueError(
-                f"this table was learned over {self.vocab_size} tokens, but the target has"
+                f"this table was learned over {known} tokens, but the target has"
                 f" {target.vocab_size}; create a new drafter"
             )
         return super().attach(target)
