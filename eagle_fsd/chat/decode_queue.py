@@ -218,6 +218,7 @@ class DecodeQueue:
         # next turn of a chat only adds its own tokens.
         self._batch = model.batch(max_batch)
         self._rows: dict[Answer, _Row] = {}
+        self._ended = 0  # answers
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()
 
@@ -482,6 +483,9 @@ class DecodeQueue:
         if answer.finish_reason is not None:
             self._remove(decoded)
             self._release(job)  # first, so that a client that sees the end can submit again
+            self._ended += 1
+            if self._ended % self.max_batch == 0:  # a shortage of memory may have passed
+                self._batch.max_rows = min(self.max_batch, self._batch.max_rows + 1)
             self.observer.request_finished("ended", {**stats, **usage}, row.seconds_per_token())
         job.publish(JobUpdate(pieces, usage, answer.finish_reason, stats))
         if answer.finish_reason is not None:

@@ -85,9 +85,8 @@ def json_grammar(
     if sum(map(len, rules)) > MAX_LENGTH:
         raise ValueError(f"the schemas must have at most {MAX_LENGTH} characters of JSON")
     grammar = LLMatcher.grammar_from_lark("\n".join(rules))
-    simple = all(_is_simple(schema) for _, schema, _ in alternatives)
-    if not simple and not _is_cheap(grammar):
-        raise ValueError("the schema takes too much time or memory to compile")
+    if not all(_is_simple(schema) for _, schema, _ in alternatives):
+        _check_cost(grammar)
     vocabulary = _vocabulary(tokenizer, vocab_size, tuple(end_tokens))
     matcher = LLMatcher(vocabulary, grammar, log_level=0)
     if matcher.is_error():
@@ -108,11 +107,12 @@ def _is_simple(schema: Any) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _is_cheap(grammar: str) -> bool:
-    """Return whether a grammar can be compiled within bounds, tried in a process of its own."""
+def _check_cost(grammar: str) -> None:
+    """Raise ValueError unless a grammar can be compiled within bounds, in a process of its own."""
     program = [sys.executable, compile_grammar.__file__]
     done = subprocess.run(program, input=grammar.encode(), capture_output=True, check=False)
-    return done.returncode == 0
+    if done.returncode:  # not remembered: the machine may have been short of memory or time
+        raise ValueError("the schema takes too much time or memory to compile")
 
 
 @lru_cache(maxsize=4)

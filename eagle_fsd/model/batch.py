@@ -215,8 +215,8 @@ class Batch:
     def step(self) -> list[tuple[Answer, StreamChunk]]:
         """Give free rows to waiting requests, and take a step with all rows.
 
-        Returns what was emitted for each answer that is being decoded. One that does not fit in
-        memory even by itself ends with an error.
+        Returns what was emitted for each answer that is being decoded, nothing if prompts were
+        processed only. An answer that does not fit in memory even by itself ends with an error.
         """
         found: list[tuple[Answer, StreamChunk]] = []  # kept if memory runs out later
         failed, self._failed = self._failed, True
@@ -224,7 +224,8 @@ class Batch:
             with using_device(self._options.target.device):
                 self._admit(found)
                 for engine in list(self._engines.values()):
-                    self._prefill(engine)
+                    engine.prefill()  # one chunk, so that other rows need not wait for long prompts
+                    self._remove(engine, [row for row in engine.rows if row not in self._places])
                     if engine.rows:
                         self.passes += 1
                         found += self._emit(engine, engine.rows, engine.step())
@@ -254,14 +255,6 @@ class Batch:
         if not self._failed:
             for engine in engines:
                 self._options.pool.put(engine)
-
-    def _prefill(self, engine: Engine) -> None:
-        """Process prompts, without letting rows that are being decoded wait for long ones."""
-        while engine.joining:
-            engine.prefill()
-            if any(other.rows for other in self._engines.values()):
-                break
-        self._remove(engine, [row for row in engine.rows if row not in self._places])
 
     def _emit(
         self, engine: Engine, answers: list[Answer], result: StepResult
@@ -308,6 +301,8 @@ class Batch:
         while self._waiting and self.rows < self.max_rows:
             answer = self._waiting[0]
             engine = self._engine(answer.request)
+            if engine in self._places.values() and self._is_oversized(engine, answer.request):
+                break  # it is replaced when its rows have ended
             if not self._make_room(engine, len(new.get(engine, ())) + 1, answer.request):
                 if self.rows:
                     break  # there is enough memory when other answers have ended
@@ -349,7 +344,9 @@ class Batch:
             if self._fits(engine, *size):
                 engine.reserve(*size)
                 return True
-        return False
+        busy = {engine, *self._places.values()}
+        idle = [key for key, other in self._engines.items() if other not in busy]
+        return bool(self._drop_engines(idle)) and self._make_room(engine, new, request)
 
     def _fits(self, engine: Engine, rows: int, length: int) -> bool:
         """Return whether rows fit in memory; drop pooled engines if they do not otherwise."""
@@ -379,9 +376,11 @@ class Batch:
         """Whether rows reserved for longer requests leave too little memory for those that wait."""
         if self._max_length is not None or self._options.caches is not None:
             return False
-        first = (item.request for item in itertools.islice(self._waiting, self.max_rows))
+        rows = [item for item, place in self._places.items() if place is engine]
+        first = (item.request for item in (*rows, *itertools.islice(self._waiting, self.max_rows)))
         alike = [item.max_length for item in first if item.engine_key == request.engine_key]
-        wanted, length = min(len(alike), self.max_rows - self.rows), engine.reserved[1]
+        wanted = min(len(alike), self.max_rows - self.rows + len(rows))
+        length = engine.reserved[1]
         return length > 2 * max(alike) and engine.fitting_rows(length) < wanted
 
     def _remove(self, engine: Engine, answers: Sequence[Answer]) -> None:

@@ -48,6 +48,8 @@ GRAPH_DEVICES = ("cuda",)
 MAX_GRAPHS, MAX_SEEN = 64, 256
 #: Steps with the same shapes that run before one is captured.
 EAGER_STEPS = 3
+#: Steps that run eagerly after a capture ran out of memory.
+RETRY_STEPS = 10_000
 #: Seconds after which a thread that traces passes yields to those that decode meanwhile, which wait
 #: for it at every operation.
 SWITCH_INTERVAL = 5e-5
@@ -106,7 +108,8 @@ class _Compiled(Generic[Result]):
         self, function: Callable[..., Result], options: dict[str, Any] | None = None
     ) -> None:
         config: Any = torch._dynamo.config
-        config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
+        # The name of torch 2.6; later versions call it recompile_limit and accept both.
+        config.cache_size_limit = max(config.cache_size_limit, RECOMPILE_LIMIT)
         self._function = function
         self._compiled = compile_graph(function, options)
         self._existing = torch._dynamo.run(self._compiled)
@@ -268,7 +271,8 @@ class StepGraphs:
 
     The first :data:`EAGER_STEPS` with new shapes run eagerly: many shapes of a batch whose rows end
     one by one do not recur. If a capture fails, a warning is logged, and all later steps of the
-    target run eagerly; after running out of memory, only those of this object.
+    target run eagerly; after running out of memory, only the next :data:`RETRY_STEPS` of this
+    object.
     """
 
     def __init__(self, target: nn.Module) -> None:
@@ -276,7 +280,7 @@ class StepGraphs:
         self._graphs: dict[Hashable, tuple[Any, Any]] = {}  # the last ones were used last
         self._seen: dict[Hashable, int] = {}  # number of eager steps
         self._pool: Any = None  # the memory that all graphs share; only one of them runs at a time
-        self._failed = False
+        self._eager_steps = 0  # before the next capture, after one ran out of memory
 
     def __len__(self) -> int:
         """Return the number of shapes that are captured, or will be when they occur again."""
@@ -299,7 +303,8 @@ class StepGraphs:
         overwrites the result. ``eager`` is the same step for eager runs, which may do more on the
         host.
         """
-        if self._failed or self._target in _not_capturable:
+        if self._eager_steps or self._target in _not_capturable:
+            self._eager_steps = max(0, self._eager_steps - 1)
             return eager()
         found = self._graphs.pop(shapes, None)
         if found is None:
@@ -329,7 +334,7 @@ class StepGraphs:
                     result = step()
             except Exception as error:  # an error of the step itself is raised by its eager run
                 if is_out_of_memory(error):
-                    self._failed = True  # another engine may have enough memory
+                    self._eager_steps = RETRY_STEPS
                 else:
                     _not_capturable.add(self._target)
                 log.warning("decoding without CUDA graphs: %s", one_line(error))

@@ -182,6 +182,10 @@ class Engine:
     def admit(self, rows: Sequence[Answer]) -> None:
         """Add rows; what the caches hold of their prompts is not processed again."""
         self._renew()
+        for row in rows:
+            row.start()
+        # Long prompts come last, in groups of similar lengths.
+        rows = sorted(rows, key=lambda row: max(row.length, PREFILL_CHUNK))
         first = len(self.rows)
         for group in self._prompts:  # fill the gap that dropped rows left
             count = range(len(group.rows))
@@ -194,11 +198,14 @@ class Engine:
         groups: list[_Prompts] = []
         cached = any(row.tokens for row in self.caches.rows[first:])
         for place, row in enumerate(rows, first):
-            row.start()
             start = self._reuse(place, row.prompt) if cached else 0
             self.caches.clear(place, start)
             self.caches.rows[place].epoch = self.caches.epoch
-            if groups and abs(groups[-1].start - start) < MIN_REUSED:
+            if (
+                groups
+                and abs(groups[-1].start - start) < MIN_REUSED
+                and row.length <= max(2 * groups[-1].rows[0].length, PREFILL_CHUNK)
+            ):
                 groups[-1].rows.append(row)
                 groups[-1].start = min(groups[-1].start, start)
             else:

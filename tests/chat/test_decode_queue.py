@@ -356,6 +356,20 @@ def test_shortage_of_memory_passes(
     recorder.rows.clear()
     assert run(answer_two) == [reference(model)] * 2
     assert max(recorder.rows) == 2
+    # So it does if requests are always being decoded.
+    rows, larger = 4, DecodeQueue(model, max_waiting=16, max_batch=4, observer=recorder)
+    recorder.rows.clear()
+
+    async def answer_in_turns() -> None:
+        limits = range(8, 64, 7)
+        jobs = [larger.submit(request(model, max_new_tokens=limit)) for limit in limits]
+        for job in jobs:
+            await text_of(job)
+
+    run(answer_in_turns)
+    larger.close()
+    assert rows == 0
+    assert max(recorder.rows) == 3
 
 
 def test_next_turn_prefills_only_its_own_tokens(model: EagleFSD, queue: DecodeQueue) -> None:

@@ -192,6 +192,8 @@ def test_errors_are_outputs(
     monkeypatch.undo()
     assert stream(client)[-1]["finish_reason"] == "stop"
     assert client.post("/worker_get_status").json()["queue_length"] == 0
+    worker.queue.drain()  # from now on, a controller must not choose this worker
+    assert client.post("/worker_get_status").status_code == 503
 
 
 def test_slow_tokenization_does_not_block_other_requests(

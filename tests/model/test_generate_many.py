@@ -324,7 +324,7 @@ def test_long_rows_do_not_stay_where_they_limit_the_batch(monkeypatch: pytest.Mo
     pair = aligned_pair()
     pair.generate(prompt(4), max_new_tokens=4)
     row = Engine(pair.target, pair.drafter, pair.tree).row_bytes(240)
-    free = int(1.5 * row.total() / memory.USABLE_SHARE)
+    free = int(1.9 * row.total() / memory.USABLE_SHARE)
     monkeypatch.setattr(memory, "free_bytes", lambda _: free)
     batch, most = pair.batch(4), 0
     for length, count in ((200, 1), (10, 4)):
@@ -334,6 +334,61 @@ def test_long_rows_do_not_stay_where_they_limit_the_batch(monkeypatch: pytest.Mo
             batch.step()
             most = max(most, batch.rows)
     assert most == 4
+    # Nor do they if a request is always being decoded.
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 2 * free - batch.nbytes)
+    batch = pair.batch(4)
+    batch.add(pair.request(prompt(200)[0], 30))
+    batch.step()
+    answers = [batch.add(pair.request(prompt(10, number)[0], 30)) for number in range(16)]
+    rows = []
+    while len(batch):
+        batch.step()
+        rows.append(batch.rows)
+    assert rows.count(4) > 10
+    for number, answer in enumerate(answers):
+        assert answer.tokens == answer_alone(pair, prompt(10, number), 30)
+
+
+def test_idle_caches_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches of other trees are dropped while a request is being decoded."""
+    pair = aligned_pair()
+    pair.generate(prompt(4), max_new_tokens=4)
+    row = Engine(pair.target, pair.drafter, pair.tree).row_bytes(240)
+    batch = pair.batch(4)
+    total = int(1.9 * row.total() / memory.USABLE_SHARE)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: total - batch.nbytes)
+    batch.add(pair.request(prompt(200)[0], 30, threshold=0.5))
+    finish(batch)
+    assert batch.nbytes
+    first = batch.add(pair.request(prompt(60)[0], 90, method="ar"))
+    batch.step()
+    second = batch.add(pair.request(prompt(160)[0], 60, method="ar"))
+    batch.step()
+    assert not first.finished
+    assert len(second.tokens) > 0
+
+
+def test_short_prompts_do_not_wait_for_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not padded to the longest prompt, and are answered first."""
+    pair, prefill, processed = aligned_pair(), Target.prefill, 0
+
+    def count(self: Target, ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        nonlocal processed
+        processed += ids.numel()
+        return prefill(self, ids, *arguments)
+
+    check_target(pair.target, projected=True)
+    monkeypatch.setattr(Target, "prefill", count)
+    monkeypatch.setattr(engine, "PREFILL_CHUNK", 16)
+    batch, lengths = pair.batch(4), (9, 120, 12, 17)
+    answers = [batch.add(pair.request(prompt(n)[0], 4)) for n in lengths]
+    while not answers[0].finished:
+        batch.step()
+    assert not answers[1].tokens
+    finish(batch)
+    assert processed <= 3 * 16 + 119
+    for n, answer in zip(lengths, answers, strict=True):
+        assert answer.tokens == answer_alone(pair, prompt(n), 4)
 
 
 def test_memory_of_a_row_includes_the_distributions_of_its_draft() -> None:

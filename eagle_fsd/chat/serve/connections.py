@@ -25,6 +25,8 @@ from eagle_fsd.chat.serve.guard import own_names
 if TYPE_CHECKING:
     from eagle_fsd.chat.decode_queue import DecodeQueue
 
+log = logging.getLogger(__name__)
+
 #: Seconds that open responses get to finish when a server stops.
 SHUTDOWN_TIMEOUT = 2
 #: Seconds that a client may take to send the head of a request, or to read a part of a response.
@@ -127,7 +129,9 @@ class BoundedServer(uvicorn.Server):
         if self.queue is not None:
             if self.queue.stalled:
                 seconds = self.queue.stall_timeout
-                self.queue.abort(f"decoding has stalled: a step takes more than {seconds:g} s")
+                message = f"decoding has stalled: a step takes more than {seconds:g} s"
+                log.error(message)
+                self.queue.abort(message)
             self.should_exit = self.should_exit or self.queue.failed
         return await super().on_tick(counter)
 

@@ -81,7 +81,8 @@ class FSDWorker:
         self.register_to_controller()
         while True:
             time.sleep(HEART_BEAT_INTERVAL)
-            self.send_heart_beat()
+            if self.queue.ready:  # otherwise, the controller forgets this worker
+                self.send_heart_beat()
 
     def register_to_controller(self) -> None:
         """Register; if the controller is unreachable, the next heartbeat retries."""
@@ -110,7 +111,7 @@ class FSDWorker:
         try:
             reply = httpx.post(url, json=body, timeout=CONTROLLER_TIMEOUT, trust_env=False)
             return reply.raise_for_status().json()
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             log.warning("the controller did not answer %s: %s", route, error)
             return None
 
@@ -243,8 +244,8 @@ def worker_app(worker: FSDWorker) -> FastAPI:
         return JSONResponse({"embedding": found, "token_num": count})
 
     @app.post("/worker_get_status")
-    async def get_status() -> dict[str, Any]:
-        return worker.status()
+    async def get_status() -> Response:
+        return JSONResponse(worker.status(), 200 if worker.queue.ready else 503)
 
     @app.post("/count_token")
     async def count_token(request: Request) -> dict[str, Any]:

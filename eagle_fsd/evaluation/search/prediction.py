@@ -309,7 +309,7 @@ def step_seconds(workload: Workload, method: Method, first: int) -> float:
     with using_device(pair.target.device):
         fills_tree = pair.drafter.start(pair.tree, None).on_device
     if not fills_tree:
-        pair.drafter = FullTrees().attach(pair.target)
+        pair.drafter = FullTrees()
     room = min(workload.model.target.stable_length - max(map(len, prompts)), MAX_TOKENS)
     batch, limit = pair.batch(len(prompts), compiled_rows=len(prompts)), math.inf
     spent: list[float] = []
@@ -322,9 +322,12 @@ def step_seconds(workload: Workload, method: Method, first: int) -> float:
         while len(batch) and len(spent) < limit:
             if len(spent) > 1 and spent[-1] - spent[0] > SECONDS:
                 break
-            for answer, _ in batch.step():
+            found = batch.step()
+            for answer, _ in found:
                 if answer.error is not None:
                     raise answer.error
+            if not found:  # only prompts were processed
+                continue
             parts = [value for phase, value in batch.seconds.items() if phase != "prefill"]
             spent.append(from_first(pair.target, partial(sum, parts)))
         limit = len(spent)
