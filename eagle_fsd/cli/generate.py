@@ -150,8 +150,10 @@ def _print_stream(
     answer = generation.output()
     stats = answer.stats
     if as_json:
+        from eagle_fsd.utils.detokenization import answer_text
+
         tokens = answer.sequences[0, ids.shape[1] :].tolist()
-        text = str(model.tokenizer.decode(tokens, skip_special_tokens=True))
+        text = answer_text(model.tokenizer, tokens)
         tree = model.tree_for(model.acceptance)
         print_json(
             {

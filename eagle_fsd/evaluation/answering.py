@@ -31,6 +31,7 @@ from eagle_fsd.model.request import Answer, Decision, Request
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.verify import AcceptanceRule, Origin
 from eagle_fsd.utils.chat_templates import ChatTemplate, encode_prompt
+from eagle_fsd.utils.detokenization import answer_text
 from eagle_fsd.utils.progress import Progress
 from eagle_fsd.utils.text import before_stop
 
@@ -355,7 +356,7 @@ class PairAnswerer(Answerer[Method]):
     def _turn(self, answer: Answer, method: Method, seconds: float) -> Turn:
         """Return the turn that an answer is, whose text ends before a stop string."""
         tokens, (accepted,) = answer.tokens, answer.stats.accepted
-        text = str(self.model.tokenizer.decode(tokens, skip_special_tokens=True))
+        text = answer_text(self.model.tokenizer, tokens)
         shown = before_stop(text, self.chat_template.stop)
         ended = bool(tokens) and tokens[-1] in self.ends["eos_token_id"]
         passes: int | None = len(accepted)

@@ -167,8 +167,10 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
         eos += special.values()
         strings = sorted(stop - special.keys() - {""})
         acceptance = pair.acceptance.updated(**options.pop("fsd", {}))
+        stable = pair.target.stable_length
+        room = max(1, min(self.max_length - limit, stable - 1))
         (ids,), _ = self.tok_batch_encode(
-            [context], left_truncate_len=self.max_length - limit, truncation=self.truncation
+            [context], left_truncate_len=room, truncation=self.truncation
         )
         sampling = _sampling(options)
         if sampling.seed is not None:
@@ -176,7 +178,7 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
         criteria = stop_sequences_criteria(pair.tokenizer, strings, len(ids), batch_size=1)
         prompt = Prompt(
             ids,
-            max_new_tokens=limit,
+            max_new_tokens=min(limit, stable - len(ids)),
             sampling=sampling,
             acceptance=acceptance,
             eos_token_id=eos,

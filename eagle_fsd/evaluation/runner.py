@@ -551,7 +551,7 @@ def _add_judgments(
             judge(*arguments, **options)
             file = judgment_file(folder, endpoint.model, "single")
             show = f"python -m fastchat.llm_judge.show_result --input-file '{file}'"
-            log.warning("the ratings are in %s; tables of them: %s", file, show)
+            log.warning("the ratings are in %s; tables of them, with pandas: %s", file, show)
     report["judge"] = {"model": endpoint.model, "base_url": endpoint.redacted_url}
 
 

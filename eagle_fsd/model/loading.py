@@ -225,7 +225,7 @@ def load_tokenizer(name: str | Path, token: str | None = None, **options: Any) -
             source = locate_model(name, token)
             find_file(source, "tokenizer_config.json", token)  # as in load_target
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
-            source, token=token, padding_side="left", **options
+            source, token=token, padding_side="left", mistral_format=False, **options
         )
     except (*DAMAGED, SafetensorError, RuntimeError, ImportError) as error:
         raise LoadError(f"cannot load the tokenizer of {name}: {one_line(error)}") from error
@@ -270,6 +270,8 @@ def _uses_gpu(device_map: str | torch.device | dict[str, Any]) -> bool:
             raise ValueError(f"{place!r} is not a device: {one_line(error)}") from error
         if device.type == "meta":
             raise ValueError("cannot decode on the meta device: it holds no data")
+        if device.type == "mps":
+            raise ValueError("mps lacks float64, in which tokens are sampled: use --device cpu")
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise ValueError(
                 f"{device} does not exist: this machine has {torch.cuda.device_count()} CUDA"

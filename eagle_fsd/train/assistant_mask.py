@@ -37,7 +37,8 @@ def encode_chat(
     """
     if not tokenizer.is_fast:
         raise ValueError(f"training needs a fast tokenizer; {type(tokenizer).__name__} is not one")
-    text, spans = assistant_spans(chat, chat_template, tokenizer.bos_token)
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    text, spans = assistant_spans(chat, chat_template, None if bos == eos else bos, eos)
     encoded = tokenizer(
         text, add_special_tokens=chat_template.adds_special_tokens, return_offsets_mapping=True
     )
@@ -52,11 +53,15 @@ def encode_chat(
 
 
 def assistant_spans(
-    chat: Chat, chat_template: ChatTemplate, bos_token: str | None = None
+    chat: Chat,
+    chat_template: ChatTemplate,
+    bos_token: str | None = None,
+    eos_token: str | None = None,
 ) -> tuple[str, list[tuple[int, int]]]:
     """Format a chat, and locate the assistant's answers as (start, end) offsets of the text.
 
-    A span includes the end-of-turn token, and neither whitespace nor ``bos_token`` after it.
+    A span includes the end-of-turn token, and neither whitespace nor ``bos_token`` after it. Some
+    templates write ``eos_token`` after the last turn only.
     """
     text = chat_template.render(chat)
     spans = []
@@ -70,7 +75,7 @@ def assistant_spans(
             start, end = len(prompt), len(prefix)
         else:
             start, end = _find_rewritten_turn(
-                chat, index, text, prefix=prefix, chat_template=chat_template
+                chat, index, text, prefix=prefix, chat_template=chat_template, eos=eos_token or ""
             )
         turn = text[start:end].rstrip()
         while bos_token and turn.endswith(bos_token):
@@ -97,7 +102,7 @@ def _check_tool_turn(chat: Chat, index: int, text: str, chat_template: ChatTempl
 
 
 def _find_rewritten_turn(
-    chat: Chat, index: int, text: str, prefix: str, chat_template: ChatTemplate
+    chat: Chat, index: int, text: str, prefix: str, chat_template: ChatTemplate, eos: str
 ) -> tuple[int, int]:
     """Locate a turn that the template formats differently if other turns follow.
 
@@ -126,8 +131,9 @@ def _find_rewritten_turn(
     place = prefix.rfind(content, begin)
     while place >= 0:
         closing = prefix[place + len(content) :].rstrip()
-        if text.startswith(closing, end):
-            return start, end + len(closing)
+        for part in (closing, closing.removesuffix(eos).rstrip()):
+            if part and text.startswith(part, end):
+                return start, end + len(part)
         place = prefix.rfind(content, begin, place + len(content) - 1)
     return start, end
 

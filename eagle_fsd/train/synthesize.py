@@ -96,15 +96,18 @@ def synthesize(
     names = {"target": target_name(request), "template": request.chat_template}
     options = config.model_dump(mode="json", exclude={"batch_size"})
     prepare_output(request.out, {**names, **source, **options})
-    written_before = len(read_jsonl(request.out)) if request.out.exists() else 0
-    if written_before > request.count:
+    kept = read_jsonl(request.out) if request.out.exists() else []
+    if len(kept) > request.count:
         raise ValueError(
-            f"count must be at least {written_before}, the number of chats in {request.out}; got"
+            f"count must be at least {len(kept)}, the number of chats in {request.out}; got"
             f" {request.count}"
         )
-    if written_before == request.count:
+    if len(kept) == request.count:
         return ChatFile(request.out)
-    lines = read_lines(request.out)
+    lines: dict[int, Line] = {}
+    for index in range(kept[-1]["index"] if kept else 0):  # the complete run left out the others
+        lines[index] = {"index": index, "messages": [], "dropped": "in an earlier run"}
+    lines |= read_lines(request.out)
     sieve = Sieve(request.count, lines)
     indices = sieve.indices(ahead=isinstance(writer, ServerWriter))
     chats = (None if index is None else plan.write(index) for index in indices)
@@ -189,18 +192,21 @@ class Plan:
             temperature=config.user_temperature,
             top_p=config.user_top_p,
         )
-        stop = (self._end(footer),) if footer.strip() else ()
-        return NextTurn(text, sampling, config.max_user_tokens, stop)
+        # A special token ends the message, or the next speaker's header.
+        end = special_token(self.tokenizer, footer.lstrip())
+        ends = footer.strip() if end is None else str(self.tokenizer.decode([end]))
+        return NextTurn(
+            text,
+            sampling,
+            config.max_user_tokens,
+            stop=(ends,) if ends else (),
+            stop_token_ids=() if end is None else (end,),
+        )
 
     def _assistant_turn(self, index: int, chat: Chat) -> NextTurn:
         text = self.template.render(chat, add_generation_prompt=True)
         sampling = self.sampling.updated(seed=turn_seed(self.config.seed, index, chat))
         return NextTurn(text, sampling, self.config.max_new_tokens, tuple(self.template.stop))
-
-    def _end(self, footer: str) -> str:
-        """Return the string that ends a message: a special token, or the next speaker's header."""
-        first = special_token(self.tokenizer, footer.lstrip())
-        return footer.strip() if first is None else str(self.tokenizer.decode([first]))
 
 
 def find_flaw(reply: TurnReply, message: str) -> str | None:

@@ -28,6 +28,7 @@ from eagle_fsd.train.chat_file import Chat
 from eagle_fsd.train.config import RegenerateServer
 from eagle_fsd.train.loaded_target import LoadedTarget
 from eagle_fsd.utils.chat_api import ChatClient, Endpoint, EndpointError, map_concurrently
+from eagle_fsd.utils.detokenization import answer_text
 from eagle_fsd.utils.files import atomic_write, read_jsonl, truncate_partial_line
 from eagle_fsd.utils.options import OptionsError
 from eagle_fsd.utils.signals import StopSignals
@@ -66,6 +67,7 @@ class TurnReply:
 class NextTurn:
     """A message for the target to write, of at most ``limit`` tokens, up to one of ``stop``.
 
+    Servers do not look for special tokens in text, so these are in ``stop_token_ids``, too.
     ``prompt`` is the text that it continues, or a chat that a server formats.
     """
 
@@ -73,6 +75,7 @@ class NextTurn:
     sampling: SamplingConfig
     limit: int
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
 
     def reply(self, text: str, complete: bool) -> TurnReply:
         """Cut what was written at a stop string, which completes it."""
@@ -134,11 +137,14 @@ class LocalWriter:
                     return
                 for answer, chunk in batch.step():
                     self.on_tokens(len(chunk.tokens))
-                    if answer.error is not None:
+                    if answer.error is not None and not isinstance(answer.error, MemoryError):
                         raise answer.error
                     if chunk.finished:
                         chat, turn = running.pop(answer)
-                        begun.append((chat, turn.reply(*self._read(answer, turn))))
+                        reply = turn.reply(*self._read(answer, turn))
+                        if answer.error is not None:  # other chats may fit
+                            reply = TurnReply(error=str(answer.error))
+                        begun.append((chat, reply))
 
     def _request(self, turn: NextTurn) -> Request | None:
         """Return the request of a turn; None if the context has no room for two tokens."""
@@ -153,7 +159,7 @@ class LocalWriter:
 
     def _read(self, answer: Answer, turn: NextTurn) -> tuple[str, bool]:
         """Return the text of a turn, and whether a token ended it."""
-        text = str(self.loaded.tokenizer.decode(answer.tokens, skip_special_tokens=True))
+        text = answer_text(self.loaded.tokenizer, answer.tokens, answer.request.tokens[-8:])
         ends, _ = self._ends(turn.stop)
         return text, bool(answer.tokens) and answer.tokens[-1] in ends
 
@@ -227,7 +233,11 @@ class ServerWriter:
     def _send(self, client: ChatClient, turn: NextTurn) -> tuple[str, bool]:
         """Request a turn; return its text, and whether it is complete."""
         sampling = turn.sampling
-        own = {"top_k": sampling.top_k, "min_p": sampling.min_p}  # not parameters of OpenAI's API
+        own = {  # not parameters of OpenAI's API
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "stop_token_ids": turn.stop_token_ids,
+        }
         options: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from itertools import groupby
 
@@ -59,6 +60,24 @@ def test_mask_covers_assistant_turns_and_their_end_tokens() -> None:
         text = chat_template.render(before, add_generation_prompt=True)
         prompt = tokenizer(text, add_special_tokens=chat_template.adds_special_tokens)["input_ids"]
         assert encoded.ids[: encoded.assistant_mask.index(True)] == prompt
+
+
+def test_masks_include_the_end_of_every_answer() -> None:
+    """Also if it is the token that begins texts, or the last turn ends with one more."""
+    for template, specials in (
+        (CHATML, ("<|im_end|>", "<|im_start|>")),
+        (
+            CHATML + "{% if not add_generation_prompt %}<|end|>{% endif %}",
+            ("<|end|>", *CHATML_TOKENS),
+        ),
+    ):
+        tokenizer, chat_template, _ = templated(template, specials, "<|im_end|>")
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.bos_token = tokenizer.eos_token = specials[0]
+        runs = masked_texts(tokenizer, encode_chat(CHAT, tokenizer, chat_template))
+        assert [run.removesuffix("<|end|>").strip() for run in runs] == [
+            f"{answer}<|im_end|>" for answer in ANSWERS
+        ]
 
 
 #: Characters that are not part of any template's special tokens.

@@ -144,6 +144,11 @@ def test_result_depends_on_neither_batch_nor_interruption(tmp_path: Path) -> Non
     other.unlink()
     assert write(other, 2, **options) == lines[:2]
     assert write(other, count=5, **options)[:4] == lines
+    # A chat that a complete run left out is not written again.
+    other.write_text("".join(json.dumps(lines[at]) + "\n" for at in (0, 2)))
+    assert write(other, count=3, **options) == [lines[0], *lines[2:]]
+    other.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert write(other, count=5, **options)[:4] == lines
     with pytest.raises(ValueError, match=r"count must be at least 5, .*; got 4"):
         write(other, **options)
     with pytest.raises(ValueError, match="was written from other chats or options"):
@@ -192,3 +197,5 @@ def test_a_server_writes_chats(tmp_path: Path) -> None:
     ]
     first = next(body for body in stub.requests if body["prompt"].endswith("<|user|>"))
     assert (first["temperature"], first["top_k"], first["stop"]) == (1.0, 5, ["<|end|>"])
+    (end,) = first["stop_token_ids"]  # servers do not look for special tokens in text
+    assert load_tokenizer(BUNDLED_TARGET).decode([end]) == "<|end|>"

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from eagle_fsd.bundled import BUNDLED_TARGET
-from eagle_fsd.utils.detokenization import MAX_PENDING, IncrementalDetokenizer
+from eagle_fsd.utils.detokenization import MAX_PENDING, IncrementalDetokenizer, answer_text
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +87,24 @@ def test_byte_tokens_are_decoded_with_the_last_byte_of_a_character(
 def test_a_continuation_keeps_its_leading_space(byte_fallback: PreTrainedTokenizerFast) -> None:
     continued = IncrementalDetokenizer(byte_fallback, [256, 257])
     assert [continued.step(256), IncrementalDetokenizer(byte_fallback).step(256)] == [" he", "he"]
+
+
+def test_only_the_final_channel_is_shown() -> None:
+    """As gpt-oss writes them; an answer that is cut off before it has none."""
+    core = Tokenizer(models.WordLevel({}, "?"))
+    words = "analysis final Why? Because. <|start|> assistant <|channel|> <|message|> <|end|>"
+    core.add_tokens([word for word in words.split() if "|" not in word])
+    core.add_special_tokens([word for word in words.split() if "|" in word])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
+    thought = "<|channel|> analysis <|message|> Why? <|end|> "
+    answer = "<|start|> assistant <|channel|> final <|message|> Because. <|end|>"
+    for text, expected in (
+        (thought + answer, "Because."),
+        (thought, ""),
+        ("Because.", "Because."),
+    ):
+        ids = tokenizer.convert_tokens_to_ids(text.split())
+        assert answer_text(tokenizer, ids) == "".join(_pieces(tokenizer, ids)) == expected
 
 
 @given(ids=st.lists(st.integers(0, 257), max_size=20))

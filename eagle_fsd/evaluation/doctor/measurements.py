@@ -21,6 +21,7 @@ from eagle_fsd.model.drafters.levels import LevelDrafter
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.probe import gate_divergences
 from eagle_fsd.utils.chat_templates import Chat, ChatTemplate, encode_prompt
+from eagle_fsd.utils.detokenization import answer_text
 
 #: Questions answered at once.
 BATCH = 16
@@ -82,8 +83,8 @@ class Measurements:
             return []
         exchanges = []
         for chat, answer in zip(self.chats, self.short, strict=True):
-            text = self.model.tokenizer.decode(answer.ids[answer.start :], skip_special_tokens=True)
-            exchanges.append([*chat, {"role": "assistant", "content": str(text).strip()}])
+            text = answer_text(self.model.tokenizer, answer.ids[answer.start :].tolist())
+            exchanges.append([*chat, {"role": "assistant", "content": text.strip()}])
         chats: list[Chat] = []
         for index, chat in enumerate(self.chats):
             others = [*exchanges[index + 1 :], *exchanges[:index]]

@@ -170,15 +170,18 @@ def _other_ropes(
     modules: Sequence[Change], own: dict[str, Any], target: dict[str, Any]
 ) -> Alternatives:
     """Try the bases of published models, and the target's RoPE."""
+    partial = "partial_rotary_factor"  # a property of the layers
+    if target.get("rope_type") == "longrope" and target.get(partial, 1.0) != own.get(partial, 1.0):
+        target = {}  # its factors belong to the pairs that the target rotates
     ropes = [
         {"rope_type": "default", "rope_theta": theta} for theta in (*THETAS, own["rope_theta"])
     ]
     others = {_describe_rope(rope): rope for rope in [*ropes, *([target] if target else [])]}
     others.pop(_describe_rope(own), None)
-    # The rotated part of a head is a property of the layers.
-    kept = {key: own[key] for key in ("partial_rotary_factor",) if key in own}
+    kept = {partial: own[partial]} if partial in own else {}
     for name, rope in others.items():
-        yield name, [(parent, key, _with_rope(old, rope | kept)) for parent, key, old in modules]
+        rope = {key: value for key, value in rope.items() if key != partial} | kept
+        yield name, [(parent, key, _with_rope(old, rope)) for parent, key, old in modules]
 
 
 def _with_rope(module: Any, rope: dict[str, Any]) -> nn.Module:
