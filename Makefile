@@ -45,6 +45,8 @@ quality: $(INSTALLED)
 # The environment is updated when one of these two files changes. What pip prints is shown only if
 # it fails.
 $(INSTALLED): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit( \
+		"Python 3.10 or later is needed; for example: make $(MAKECMDGOALS) PYTHON=python3.12")'
 	@echo "creating the environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "installing, which takes a few minutes"

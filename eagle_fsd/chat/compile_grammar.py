@@ -32,7 +32,8 @@ def main() -> None:
 
     tokenizer = LLTokenizer(TokenizerWrapper(ByteTokenizer()))
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, MAX_SECONDS))
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    if sys.platform != "darwin":  # refuses limits below what a process has reserved at its start
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     LLMatcher(tokenizer, sys.stdin.read(), log_level=0).compute_bitmask()
 
 

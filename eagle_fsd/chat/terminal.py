@@ -8,7 +8,6 @@ styles with colored tokens, statistics, and commands that set decoding options.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import sys
@@ -418,9 +417,6 @@ def run_chat(
 ) -> None:
     """Run FastChat's chat loop until the user leaves it."""
     register_template()
-    for file in (sys.stdin, sys.stdout, sys.stderr):
-        if isinstance(file, io.TextIOWrapper):  # replace characters that its encoding lacks
-            file.reconfigure(errors="replace")
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             # Enables line editing, and lines longer than a terminal's limit of 4095 characters.

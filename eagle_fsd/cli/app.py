@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
 
 from cyclopts import CycloptsError
 from pydantic import ValidationError
+from safetensors import SafetensorError
 
 from eagle_fsd import __version__
 from eagle_fsd.cli import export, serve, train
@@ -46,6 +48,9 @@ def main() -> None:
     Expected errors are printed as one line on standard error, unexpected ones as a traceback.
     """
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    for file in (sys.stdin, sys.stdout):
+        if isinstance(file, io.TextIOWrapper):  # replace characters that its encoding lacks
+            file.reconfigure(errors="replace")
     # transformers reads these when a command imports it.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -64,7 +69,7 @@ def main() -> None:
         fail("stopped", INTERRUPTED)
     except ValidationError as error:
         fail(validation_message(error), 1)
-    except (ValueError, FloatingPointError, OSError, TrainingError) as error:
+    except (ValueError, FloatingPointError, OSError, TrainingError, SafetensorError) as error:
         fail(error, 1)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):

@@ -43,7 +43,9 @@ def bench(
     config: Annotated[BenchConfig, options("Decoding")] = BenchConfig(),
 ) -> None:
     """Compare plain, lossless speculative and FSD decoding: speed, accuracy, time by phase."""
-    if output is not None and (output.is_dir() or not os.access(output.parent, os.W_OK)):
+    if output is not None and (
+        (output.exists() and not output.is_file()) or not os.access(output.parent, os.W_OK)
+    ):
         raise OptionsError(f"--output must be a file in a writable folder; got {output}")
     from eagle_fsd.evaluation.bench import bench as run
 

@@ -154,6 +154,8 @@ def _unread(kind: type) -> set[str]:
         if isinstance(item, cached_property)
     )
     layout = {"layout"}  # what the caches of a target allocated
+    if kind.__name__ == "MatmulLtState":  # of bitsandbytes, with outliers of the last inputs
+        layout |= {"idx", "subB"}
     return layout.union(kept, UNREAD if issubclass(kind, nn.Module) else ())
 
 

@@ -42,8 +42,11 @@ SHARD_NAME = re.compile(r"features-\d+\.safetensors(\.\w+\.tmp)?")
 STORAGE_DTYPE = torch.bfloat16
 #: Number of chats that are encoded to estimate the size of all.
 SAMPLE_CHATS = 512
-#: Consecutive chats in a shard, which are sorted by length to make batches.
-SHARD_CHATS = 32
+#: Consecutive chats in a shard, which are sorted by length to make batches, and their tokens if all
+#: have the maximum length: two shards are in memory.
+SHARD_CHATS, SHARD_TOKENS = 32, 2**16
+#: Number of shards that are kept open. Each is a mapping, of which Linux allows 65,530.
+MAX_OPEN_SHARDS = 1024
 
 
 def estimate_bytes(data: ChatDataset, feature_size: int) -> int:
@@ -136,6 +139,8 @@ class FeatureStore(Dataset[Example]):
 
     def _open_shard(self, number: int) -> Any:
         if number not in self._open_shards:
+            if len(self._open_shards) >= MAX_OPEN_SHARDS:
+                del self._open_shards[next(iter(self._open_shards))]
             path = self.folder / self.shards[number]["file"]
             self._open_shards[number] = safe_open(path, framework="pt")
         return self._open_shards[number]
@@ -196,7 +201,7 @@ def write_features(
     folder: str | Path,
     fingerprint: dict[str, Any],
     batch_size: int = 4,
-    shard_chats: int = SHARD_CHATS,
+    shard_chats: int | None = None,
     progress: Progress | None = None,
 ) -> FeatureStore:
     """Store the hidden states ``states`` of every chat that is not in a complete shard yet.
@@ -217,7 +222,8 @@ def write_features(
             if SHARD_NAME.fullmatch(file.name) and file.name not in listed:
                 file.unlink()
     state.wait_for_everyone()  # before the index and the files change
-    missing = _missing_shards(shards, len(data), shard_chats)
+    size = shard_chats or max(1, min(SHARD_CHATS, SHARD_TOKENS // data.max_length))
+    missing = _missing_shards(shards, len(data), size)
     first = len(missing) * state.process_index // state.num_processes
     last = len(missing) * (state.process_index + 1) // state.num_processes
     own = missing[first:last]

@@ -141,7 +141,7 @@ def f():
 """
 SEES_NOTHING = """def check(candidate):
     environment, leaks, processes, uid, rights, no_new_privileges = candidate()
-    assert environment <= {'PWD', 'LC_CTYPE'}, environment
+    assert environment <= {'PWD', 'LC_CTYPE', 'LD_LIBRARY_PATH'}, environment
     assert leaks == [], leaks
     assert processes == 2, processes  # bubblewrap's first process and the answer
     assert uid != 0

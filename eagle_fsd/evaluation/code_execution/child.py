@@ -45,7 +45,9 @@ def restrict(uid, seconds, megabytes, threads):
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(kind, (value, value))
+        # macOS refuses limits below what a process has reserved at its start.
+        if kind != resource.RLIMIT_AS or sys.platform != "darwin":
+            resource.setrlimit(kind, (value, value))
     if threads:
         resource.setrlimit(resource.RLIMIT_NPROC, (threads, threads))
 

@@ -123,12 +123,13 @@ def start_child(
             uid = random.choice(_USER_IDS) if os.getuid() == 0 else 0
             threads = MAX_THREADS
         arguments = (role, *map(str, (uid, *limits, threads, *descriptors)))
+        libraries = os.environ.get("LD_LIBRARY_PATH")  # where some interpreters find their own
         process = subprocess.Popen(
             [*prefix, "-I", "-S", script, *arguments],
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
-            env={},
+            env={"LD_LIBRARY_PATH": libraries} if libraries else {},
             pass_fds=inherited,
             start_new_session=True,
         )
