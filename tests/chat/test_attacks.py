@@ -12,6 +12,8 @@ import psutil
 import pytest
 from api_servers import CHAT, HELLO, NAME, TIMEOUT, ServerProcess
 
+pytestmark = pytest.mark.xdist_group("attacks")
+
 KEY = "0123456789abcdef"
 MAX_FILES = 256
 #: How many connections an attacker opens.

@@ -105,7 +105,7 @@ def text_of(reply: Any) -> tuple[str, str]:
 
 def test_every_completed_answer_satisfies_its_schema(client: openai.OpenAI) -> None:
     """Random schemas, four at a time: exact and fuzzy, greedy and sampled, whole and streamed."""
-    cases = [draw_schema(random.Random(seed)) for seed in range(48)]
+    cases = [draw_schema(random.Random(seed)) for seed in range(24)]
 
     def answer(seed: int) -> str:
         schema, check = cases[seed]
@@ -125,7 +125,7 @@ def test_every_completed_answer_satisfies_its_schema(client: openai.OpenAI) -> N
 
     with ThreadPoolExecutor(4) as pool:
         reasons = list(pool.map(answer, range(len(cases))))
-    assert reasons.count("stop") > 36
+    assert reasons.count("stop") > 18
 
 
 def test_objects_choices_and_truncation(client: openai.OpenAI) -> None:
@@ -162,7 +162,6 @@ def test_invalid_formats_name_the_parameter(client: openai.OpenAI) -> None:
             (schema_format({"type": "string", "pattern": "(?=a)b("}), "regex"),
             (schema_format({"enum": ["item" * 9] * 9999}), "at most 65536 characters"),
             (schema_format({"$ref": "file:///etc/passwd"}), "not present in a registry"),
-            (schema_format({"type": "integer", "multipleOf": 9999991}), "too much time"),
             (
                 schema_format({"allOf": [{"pattern": f"a.{{0,{n}}}b.*{n}"} for n in range(30)]}),
                 "time",
@@ -179,20 +178,21 @@ def test_invalid_formats_name_the_parameter(client: openai.OpenAI) -> None:
 
 
 def test_costly_schemas_do_not_delay_other_requests(client: openai.OpenAI) -> None:
-    """A request without a schema does not wait for three whose schemas take seconds each."""
+    """A request without a schema does not wait for two whose schemas take seconds each."""
     order: list[int] = []
 
     def compile_schema(index: int) -> None:
         schema = {"type": "integer", "multipleOf": 9999931 + index}
-        with pytest.raises(openai.BadRequestError, match="too much time"):
+        with pytest.raises(openai.BadRequestError, match="too much time") as raised:
             ask(client, response_format=schema_format(schema))
+        assert str(raised.value.param).startswith("response_format")
         order.append(index)
 
-    with ThreadPoolExecutor(3) as pool:
-        costly = [pool.submit(compile_schema, index) for index in range(3)]
+    with ThreadPoolExecutor(2) as pool:
+        costly = [pool.submit(compile_schema, index) for index in range(2)]
         time.sleep(0.5)
         assert ask(client, max_tokens=1).choices
-        assert len(order) < 3
+        assert len(order) < 2
         for future in costly:
             future.result()
 

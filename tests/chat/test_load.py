@@ -114,9 +114,9 @@ def load(url: str, seconds: float, seed: int) -> Tally:
 
 @pytest.mark.slow
 def test_many_clients(record_property: Any) -> None:
-    """After a warm-up, 15 seconds of load cause no faults and keep memory and files bounded."""
+    """After a warm-up, 10 seconds of load cause no faults and keep memory and files bounded."""
     options = ("--queue", str(MAX_WAITING), "--max-batch", str(MAX_BATCH))
-    server, seconds = ServerProcess("serve", *options), 15
+    server, seconds = ServerProcess("serve", *options), 10
     process = psutil.Process(server.process.pid)
 
     def queue_length() -> int:

@@ -142,7 +142,7 @@ def test_answers_get_time_to_end(model: EagleFSD, monkeypatch: pytest.MonkeyPatc
     check_target(model.target)
     server = APIThread(model, shutdown_timeout=TIMEOUT)
     monkeypatch.setattr(Target, "forward_tree", gated)
-    stream = Streamed(server.url, max_tokens=40, n=8)
+    stream = Streamed(server.url, max_tokens=40, n=4)
     server.server.should_exit = True
     assert seconds_until(lambda: not server.backend.queue.ready) < TIMEOUT
     statuses = [server.http.get(path).status_code for path in ("/ready", "/health")]
@@ -154,7 +154,7 @@ def test_answers_get_time_to_end(model: EagleFSD, monkeypatch: pytest.MonkeyPatc
     assert refused.status_code == 503
     choices = [event["choices"][0] for event in stream.events]
     ended = [choice["index"] for choice in choices if choice["finish_reason"] == "length"]
-    assert sorted(ended) == [*range(8)]
+    assert sorted(ended) == [*range(4)]
     server.stop()
 
 

@@ -419,7 +419,10 @@ def test_server_that_dies_ends_the_answer_only(capsys: pytest.CaptureFixture[str
     assert "peer closed connection" in notes.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_server_options_are_checked(run: Callable[..., tuple[int, str, str]]) -> None:
+def test_server_options_are_checked(
+    run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
     url = ("--base-url", "http://127.0.0.1:1/v1")
     for words, message in (
         (("--server-model", "a"), "--server-model requires --base-url"),

@@ -69,7 +69,7 @@ ANSWERS: tuple[tuple[str, str, list[tuple[str, Any]]], ...] = (
         '{"name": ["time"], "parameters": {"a": NaN}}',
         [],
     ),
-    ("[" * 5000 + "[TOOL_CALLS]" + "[" * 50_000, "[" * 5000 + "[TOOL_CALLS]" + "[" * 50_000, []),
+    ("[" * 5000 + "[TOOL_CALLS]" + "[" * 15_000, "[" * 5000 + "[TOOL_CALLS]" + "[" * 15_000, []),
     (f"<tool_call>{ROME[:20]}", f"<tool_call>{ROME[:20]}", []),
     ("<tool_call></tool_call>[TOOL_CALLS][]", "<tool_call></tool_call>[TOOL_CALLS][]", []),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import re
@@ -21,6 +22,24 @@ from eagle_fsd.model.loading import load_target
 from eagle_fsd.model.target import Target
 
 Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def bundled() -> EagleFSD:
+    return EagleFSD.from_pretrained()
+
+
+@pytest.fixture(autouse=True)
+def loaded_once(monkeypatch: pytest.MonkeyPatch, bundled: EagleFSD) -> None:
+    """Commands that load the bundled pair get a copy of one that was loaded once."""
+    load = EagleFSD.from_pretrained
+
+    def from_pretrained(target: Any, drafter: Any, **options: Any) -> EagleFSD:
+        default = target is drafter is None and not any(options.values())
+        return copy.copy(bundled) if default else load(target, drafter, **options)
+
+    monkeypatch.setattr(EagleFSD, "from_pretrained", from_pretrained)
+
 
 QUESTION = "Mia has 8 apples at home. Then she gives 3 apples to Tom. How many apples are left?"
 
@@ -134,11 +153,12 @@ def test_threshold_that_accepts_nothing_is_explained(
 ) -> None:
     """An untrained head, whose tree is chosen by its costs, gets an explanation."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("eagle_fsd.cli.generate.PROBED_TOKENS", 16)
     target = Target(load_target(BUNDLED_TARGET))
     save_head(EagleHead(target.config, False).attach(target), tmp_path / "head")
     for head, shown in ((tmp_path / "head", True), (BUNDLED_HEAD, False)):
         pair = ("--target", BUNDLED_TARGET, "--head", head, "--threshold", 0.05)
-        limits = ("--device", "cpu", "--max-new-tokens", 40)
+        limits = ("--device", "cpu", "--max-new-tokens", 24)
         status, _, errors = run("generate", *pair, *limits, "--speedup", QUESTION)
         assert status == 0
         assert "as fast as plain decoding" in errors

@@ -93,6 +93,7 @@ def test_head_that_fits_is_used_with_the_bundled_target(
     head: Path, chats: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every command loads it, under either name of the option; others train or export it."""
+    monkeypatch.setattr("eagle_fsd.train.run.draw_curves", lambda *_: None)
     train, export = training(chats)
     for number, (words, drafter) in enumerate(
         (

@@ -23,7 +23,8 @@ def fresh_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the figures of evaluations, which take longer than a few answers."""
-    monkeypatch.setattr("eagle_fsd.evaluation.runner.draw_figures", lambda *_: None)
+    for module in ("calibration", "runner", "sweep"):
+        monkeypatch.setattr(f"eagle_fsd.evaluation.{module}.draw_figures", lambda *_: None)
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ from eagle_fsd.evaluation.methods import EXACT, Method, fsd_method
 from eagle_fsd.evaluation.questions.formats import bundled_questions
 from eagle_fsd.model.verify import Origin
 
+pytestmark = pytest.mark.xdist_group("agreement")
+
 THRESHOLD = 0.1
 FUZZY = fsd_method(THRESHOLD, 0.1)
 COUNT = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import shutil
@@ -476,8 +477,11 @@ class Machine:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, fresh_accelerator: None) -> Machine:
+def machine(
+    monkeypatch: pytest.MonkeyPatch, model: EagleFSD, fresh_accelerator: None, no_figures: None
+) -> Machine:
     found = Machine()
+    monkeypatch.setattr(calibration, "load_share", lambda *_: copy.copy(model))
     for name in ("run_evaluation", "measure_speeds"):
         monkeypatch.setattr(calibration, name, getattr(found, name))
     return found
@@ -570,11 +574,10 @@ def tested(monkeypatch: pytest.MonkeyPatch, predict: Callable[..., None]) -> Non
     monkeypatch.setattr(calibration, "RACE_GROUPS", 2)
 
 
-@pytest.mark.usefixtures("fresh_accelerator", "tested")
+@pytest.mark.usefixtures("fresh_accelerator", "tested", "no_figures")
 def test_questions_without_references_certify_agreement_and_regret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    tmp_path: Path, caplog: Any
 ) -> None:
-    monkeypatch.setattr(calibration, "draw_figures", lambda *_: None)
     file = tmp_path / "questions.jsonl"
     asked = requested_questions(EvaluationRequest(count=15), seed=1)
     write_lines(file, [{"question_id": item.question_id, "turns": item.turns} for item in asked])
@@ -607,13 +610,16 @@ def test_questions_without_references_certify_agreement_and_regret(
     assert f"Limits on the loss of {name} are exact" in report_text(found)
     assert found["calibration"]["about"]["accuracy_exact"] == 1.0
     # They select by regret a setting that scored questions certify.
-    request = EvaluationRequest(count=14, skip=15, out=tmp_path / "accuracy", grader="number")
-    selection = SelectionConfig(select_on=str(file), select_regret=0.5)
+    few = tmp_path / "few.jsonl"
+    write_lines(few, read_jsonl(file)[:5])
+    request = EvaluationRequest(count=8, skip=15, out=tmp_path / "accuracy", grader="number")
+    selection = SelectionConfig(select_on=str(few), select_regret=0.5)
     found = calibrated(request, 50.0, selection=selection)
-    assert [item["scored"] for item in found["selection"]] == [15, 15]
+    assert [item["scored"] for item in found["selection"]] == [5, 5]
     assert found["tables"][0][0][3] == "regret"
     certificate = read_settings(tmp_path / "accuracy" / "fsd.json").certificate
-    assert (certificate.measure, certificate.questions) == ("accuracy on bundled", 14)
+    assert (certificate.measure, certificate.questions) == ("accuracy on bundled", 8)
+    selection = SelectionConfig(select_on=str(file), select_regret=0.5)
     with pytest.raises(ValueError, match="leaves no other question"):
         calibrated(EvaluationRequest(count=10, out=tmp_path), 50.0, selection=selection)
     write_lines(file, [{"task_id": "f", "prompt": "def f():", "entry_point": "f", "test": "t"}])

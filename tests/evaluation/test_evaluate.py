@@ -45,7 +45,10 @@ from eagle_fsd.model.verify import Origin
 from eagle_fsd.utils.chat_templates import encode_prompt, load_chat_template
 from eagle_fsd.utils.files import read_jsonl
 
-pytestmark = pytest.mark.usefixtures("fresh_accelerator", "no_figures")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_accelerator", "no_figures"),
+    pytest.mark.xdist_group("evaluate"),
+]
 
 #: Longer than the bundled target's context.
 LONG = "pens " * 1100
@@ -174,7 +177,7 @@ def test_the_batch_does_not_change_answers(model: EagleFSD, tmp_path: Path) -> N
     turns = (("Hello!",), ("Hello!", "Thank you!"), (LONG,), ("What can you do?",))
     questions = [Question(at, "c", item) for at, item in enumerate(turns)]
     sampled = {"temperature": 1.0, "samples": 2}
-    for method, options in ((PLAIN, sampled), (EXACT, {}), (EXACT, sampled), (FSD, {})):
+    for method, options in ((PLAIN, sampled), (EXACT, sampled), (FSD, {})):
         singles, batched = (
             answerer(model, tmp_path, batch=batch, max_new_tokens=8, **options).answer(
                 questions, method

@@ -124,7 +124,7 @@ def test_page_keeps_the_answers_spaces() -> None:
     assert plain == ["a\n b", "a\n b\u21b5\na\n b"]
 
 
-@pytest.mark.usefixtures("fresh_accelerator")
+@pytest.mark.usefixtures("fresh_accelerator", "no_figures")
 def test_evaluation_writes_a_page_with_its_changed_answers(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Tom has 12 <b>red</b> pens and 7 blue pens. How many pens?\n")

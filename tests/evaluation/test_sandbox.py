@@ -165,7 +165,7 @@ def test_attacks_are_wrong_answers(name: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-judge")
     inherited = f"attack{os.getpid()}"
     named = f"import ctypes\nctypes.CDLL(None).prctl(15, b'{inherited}', 0, 0, 0)\n"
-    result = run(named + ATTACKS[name], seconds=2 if name in ENDLESS else 60)
+    result = run(named + ATTACKS[name], seconds=1 if name in ENDLESS else 60)
     assert not result.passed
     assert result.reason
     assert result.timed_out is (name in ENDLESS)

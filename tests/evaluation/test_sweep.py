@@ -127,7 +127,7 @@ def test_sweep_writes_report_and_plots(tmp_path: Path, monkeypatch: pytest.Monke
         assert about["environment"]["versions"]["torch"] == version("torch")
 
 
-@pytest.mark.usefixtures("fresh_accelerator")
+@pytest.mark.usefixtures("fresh_accelerator", "no_figures")
 def test_speeds_are_measured_apart_from_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

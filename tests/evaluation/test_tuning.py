@@ -130,7 +130,7 @@ def test_all_methods_are_recorded_in_one_pass(model: EagleFSD, tmp_path: Path) -
     )
     shape = tree(12, 10, 1)
     for temperature in (0.0, 1.0):
-        prompts = workload(model, temperature=temperature)
+        prompts = workload(model, temperature=temperature, max_new_tokens=24)
         path = tmp_path / f"{temperature}.jsonl"
         found = LengthRecorder(prompts, methods, path).record(shape)
         for method, lengths in zip(methods, found, strict=True):
@@ -159,17 +159,19 @@ def test_recordings_are_kept(model: EagleFSD, tmp_path: Path) -> None:
 
 
 def test_larger_trees_are_not_recorded_where_they_are_slower(
-    model: EagleFSD, tmp_path: Path
+    model: EagleFSD, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps of a slow target cost about as much as their nodes; steps of a fast one do not."""
+    chains = [item for item in recorded_trees() if item.top_k == 1]
+    monkeypatch.setattr(search, "recorded_trees", lambda: chains)
     for seconds, largest in ((0.1, 12), (0.0001, 64)):
         recorder = LengthRecorder(workload(model), [EXACT], tmp_path / f"{largest}.jsonl")
         search_ = TreeSearch(recorder.workload, recorder, no_progress, [])
         search_.costs = replace(
             linear_costs(), nodes={count: 0.01 + seconds * count for count in (1, 4, 16, 64)}
         )
-        chains = [item.tree for item in search_.predict()["exact"] if item.tree.top_k == 1]
-        assert max(item.total_tokens for item in chains) == largest
+        found = [item.tree for item in search_.predict()["exact"] if item.tree.top_k == 1]
+        assert max(item.total_tokens for item in found) == largest
 
 
 def test_candidates_are_different_complete_trees() -> None:

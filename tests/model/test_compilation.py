@@ -274,9 +274,10 @@ def test_background_compilation(
 
     monkeypatch.setattr(compilation, "compile_graph", compile_with(backend))
     monkeypatch.setattr(compilation, "BACKGROUND_SECONDS", 0.0)
+    monkeypatch.setattr(compilation, "BACKGROUND_TOKENS", 100)
     pair = EagleFSD(tiny_target(num_hidden_layers=1), NGramDrafter(), small_tree())
     pair.compile = "auto"
-    expected = greedy_reference(pair.model, prompt(20), new=200)
+    expected = greedy_reference(pair.model, prompt(20), new=48)
 
     def decode(new: int, method: str = "fsd") -> None:
         out = pair.generate(prompt(20), max_new_tokens=new, method=method)
@@ -286,28 +287,28 @@ def test_background_compilation(
         decode(8)
     assert not tracing.is_set()
     for _ in range(3):
-        decode(200)
+        decode(48)
     assert tracing.wait(60)
-    decode(200)  # while the thread waits
+    decode(48)  # while the thread waits
     assert sys.getswitchinterval() < interval  # decoding waits less for it
     proceed.set()
     wait_for_compilation()
     assert sys.getswitchinterval() == interval
     count = len(traced)
     for method in ("fsd", "ar"):
-        decode(200, method)
+        decode(48, method)
     assert traced == ["compilation"] * count  # no other thread compiled
     assert compilation._versions[pair.model][1]
     pair.release_memory()
     for method in ("fsd", "ar"):  # what was dropped, and another kind of step
         tracing.clear()
         for _ in range(3):
-            decode(200, method)
+            decode(48, method)
         assert tracing.wait(60), method
         wait_for_compilation()
     parts = []  # compiled parts of a step: the target's pass and the verification
     for threshold in (0.0, 0.3):
-        options: Any = {"threshold": threshold, "min_ratio": 0.0, "max_new_tokens": 200}
+        options: Any = {"threshold": threshold, "min_ratio": 0.0, "max_new_tokens": 48}
         for _ in range(3):
             pair.generate(prompt(20), **options)
         wait_for_compilation()

@@ -129,7 +129,7 @@ def test_calls_of_a_custom_generate_repository_share_graphs(
         for threshold in (0.0, 1.0):  # other trees, so other engines
             model.generate(
                 prompt(6),
-                max_new_tokens=20,
+                max_new_tokens=8,
                 do_sample=False,
                 custom_generate=str(tmp_path / "repository"),
                 trust_remote_code=True,

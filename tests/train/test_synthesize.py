@@ -13,8 +13,10 @@ import pytest
 from stub_endpoint import USAGE, Reply, StubEndpoint, failure
 
 from eagle_fsd.bundled import BUNDLED_TARGET
+from eagle_fsd.model.config import TargetOptions
 from eagle_fsd.model.loading import load_tokenizer
 from eagle_fsd.train.config import RegenerateServer, SynthesizeConfig, SynthesizeRequest
+from eagle_fsd.train.loaded_target import LoadedTarget
 from eagle_fsd.train.synthesize import NearDuplicates, Sieve, is_repetitive, synthesize, user_header
 from eagle_fsd.utils.chat_templates import FastChatTemplate, TokenizerTemplate
 
@@ -116,8 +118,12 @@ def test_sieve_decides_in_the_order_of_chats() -> None:
     assert sieve.summary() == ("3 of 5 chats; dropped: 1 truncated, 1 near-duplicate, 1 repetitive")
 
 
-def test_result_depends_on_neither_batch_nor_interruption(tmp_path: Path) -> None:
+def test_result_depends_on_neither_batch_nor_interruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In float32 the result is reproducible, a larger count extends it, and prefixes take turns."""
+    loaded = LoadedTarget.load(TargetOptions(dtype="float32"))
+    monkeypatch.setattr(LoadedTarget, "load", lambda *_: loaded)
     systems = ("Be brief.", "Be kind.")
     options: dict[str, Any] = {"dtype": "float32", "turns": 2, "seed": 3, "system": systems}
     out = tmp_path / "chats.jsonl"

@@ -45,6 +45,8 @@ from eagle_fsd.train.trainer import Trainer
 from eagle_fsd.train.training_folder import TrainingError, TrainingFolder
 from eagle_fsd.utils.chat_templates import encode_prompt
 
+pytestmark = pytest.mark.xdist_group("trainer")
+
 #: Options of the uninterrupted training, which has validations.
 VALIDATED = {"validation": 1, "validate_every": 5}
 #: A RoPE whose frequencies depend on the length beyond the original one.
