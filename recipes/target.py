@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from eagle_fsd.bundled.problems import chats
 from eagle_fsd.model.checkpoint import transformers4_fields
 from eagle_fsd.train.assistant_mask import encode_chat
-from eagle_fsd.train.dataset import Example, collate, pack_batches
+from eagle_fsd.train.dataset import collate, pack_batches
 from eagle_fsd.train.record import write_record
 from eagle_fsd.utils.chat_templates import TokenizerTemplate
 from eagle_fsd.utils.files import atomic_path, atomic_write
@@ -116,8 +116,7 @@ def batches(
     generator = torch.Generator().manual_seed(config.seed)
     while True:
         pool = itertools.islice(source, POOL)
-        encoded = [encode_chat(chat, tokenizer, chat_template) for chat in pool]
-        examples = [Example(0, item.ids, item.assistant_mask) for item in encoded]
+        examples = [encode_chat(chat, tokenizer, chat_template) for chat in pool]
         lengths = [len(item.ids) for item in examples]
         packed = pack_batches(
             range(len(examples)), lengths, tokens=config.tokens_per_batch, seed=config.seed

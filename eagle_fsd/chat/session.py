@@ -19,7 +19,7 @@ from eagle_fsd.chat.config import AnswerOptions
 from eagle_fsd.chat.processors import AnswerPenalty, LogitBias, MinTokens, RepetitionPenalty
 from eagle_fsd.chat.text import Piece, TextStream
 from eagle_fsd.model.batch import Batch, StreamChunk
-from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig
+from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.model.request import Answer, PromptDecodeOptions
@@ -210,11 +210,9 @@ class ChatAnswer:
             processors.append(MinTokens(request.min_tokens, tuple(ends)))
         if request.grammar is not None:
             processors.append(request.grammar)
-        sampling = options.model_dump(include=set(SamplingConfig.model_fields))
-        sampling["top_k"] = min(options.top_k, target.vocab_size)
         return {
             "max_new_tokens": min(options.max_new_tokens, self._room),
-            "sampling": SamplingConfig.from_dict(sampling),
+            "sampling": options.sampling(top_k=min(options.top_k, target.vocab_size)),
             "acceptance": request.acceptance,
             "method": request.method,
             "eos_token_id": ends,

@@ -51,6 +51,17 @@ class EncodedPrompt(NamedTuple):
     ends: dict[str, Any]
     stop: Sequence[str]
 
+    def arguments(self, config: GenerateConfig, **changes: Any) -> dict[str, Any]:
+        """Return the arguments of ``generate``, some of them changed."""
+        return {
+            "input_ids": self.ids,
+            "attention_mask": self.ids.new_ones(self.ids.shape),
+            "max_new_tokens": config.max_new_tokens,
+            "sampling": config.sampling(),
+            **self.ends,
+            **changes,
+        }
+
 
 class GenerateConfig(SamplingConfig):
     """Sampling and length of the answer."""
@@ -131,15 +142,7 @@ def _print_stream(
     as_json: bool,
 ) -> DecodeStats:
     """Print the answer as it is decoded, or all of it as JSON; return its statistics."""
-    ids = encoded.ids
-    generation = model.stream(
-        ids,
-        ids.new_ones(ids.shape),
-        max_new_tokens=config.max_new_tokens,
-        sampling=_sampling(config),
-        method=method,
-        **encoded.ends,
-    )
+    generation = model.stream(**encoded.arguments(config, method=method))
     interrupted = True
     with contextlib.suppress(KeyboardInterrupt):  # until the answer so far is printed
         if as_json:
@@ -152,7 +155,7 @@ def _print_stream(
     if as_json:
         from eagle_fsd.utils.detokenization import answer_text
 
-        tokens = answer.sequences[0, ids.shape[1] :].tolist()
+        tokens = answer.sequences[0, encoded.ids.shape[1] :].tolist()
         text = answer_text(model.tokenizer, tokens)
         tree = model.tree_for(model.acceptance)
         print_json(
@@ -179,35 +182,24 @@ def _print_stream(
     return stats
 
 
-def _sampling(config: GenerateConfig) -> SamplingConfig:
-    return SamplingConfig(**config.model_dump(include=set(SamplingConfig.model_fields)))
-
-
 def _warm_up(model: EagleFSD, encoded: EncodedPrompt, config: GenerateConfig) -> None:
     """Compile or capture steps, which is not part of the speeds to compare."""
     from eagle_fsd.evaluation.methods import fresh_pair
     from eagle_fsd.model.compilation import has_graphs
 
-    pair, ids, new = fresh_pair(model), encoded.ids, config.max_new_tokens
+    pair, new = fresh_pair(model), config.max_new_tokens
     if not (model.capture and has_graphs(model.target.device)):
         new = min(MIN_STEPS, new)  # graphs are for caches of one length
     for method in ("fsd", "ar"):
-        pair.generate(ids, ids.new_ones(ids.shape), new, sampling=_sampling(config), method=method)
+        pair.generate(**encoded.arguments(config, max_new_tokens=new, method=method))
 
 
 def _print_speedup(
     model: EagleFSD, encoded: EncodedPrompt, config: GenerateConfig, stats: DecodeStats
 ) -> float:
     """Decode as many tokens without the drafter; print and return the ratio of the speeds."""
-    ids = encoded.ids
-    plain = model.generate(
-        ids,
-        ids.new_ones(ids.shape),
-        max_new_tokens=stats.tokens,
-        sampling=_sampling(config),
-        method="ar",
-        **encoded.ends,
-    ).stats.tokens_per_second
+    arguments = encoded.arguments(config, max_new_tokens=stats.tokens, method="ar")
+    plain = model.generate(**arguments).stats.tokens_per_second
     ratio = stats.tokens_per_second / plain
     err.print(
         f"{ratio:.2f} times as fast as plain decoding ({plain:.1f} tokens/s)",

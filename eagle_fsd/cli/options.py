@@ -96,21 +96,13 @@ def load_pair(
 
     If ``plain`` is set, a target other than the bundled one needs no drafter.
     """
-    from eagle_fsd.evaluation.processes import placement
+    from eagle_fsd.evaluation.processes import load_models
     from eagle_fsd.model.drafters.interface import NoDrafter
-    from eagle_fsd.model.pipeline import EagleFSD
 
     settings = given_settings(pair.settings, tree, acceptance)
-    model = EagleFSD.from_pretrained(
-        pair.target,
-        NoDrafter() if plain and pair.target and not pair.drafter else pair.drafter,
-        dtype=pair.dtype,
-        **placement(pair.device),
-        draft_vocabulary=pair.draft_vocabulary,
-        quantize=pair.quantize,
-    )
+    model = load_models(pair, NoDrafter() if plain and pair.target and not pair.drafter else None)
     model.configure(settings)
-    model.compile, model.capture = pair.compile or False, pair.capture
+    model.compile = pair.compile or False
     if model.compile is True:  # calls that wait for it say why
         logging.getLogger("eagle_fsd.model.compilation").setLevel(logging.INFO)
     return model

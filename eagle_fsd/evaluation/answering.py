@@ -306,7 +306,8 @@ class PairAnswerer(Answerer[Method]):
         seed: int,
     ) -> Request:
         """Return the request to continue a prompt, ``[S]``."""
-        room, sampling = self.model.target.stable_length - len(prompt), self.config.sampling(seed)
+        room = self.model.target.stable_length - len(prompt)
+        sampling = self.config.sampling(seed=seed)
         limit = min(room, self.config.max_new_tokens)
         if method.decoder == "hf":
             return Request(

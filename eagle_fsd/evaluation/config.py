@@ -149,11 +149,6 @@ class EvaluationConfig(SamplingConfig):
         """Number of answers to each question."""
         return self.samples * self.seeds
 
-    def sampling(self, seed: int) -> SamplingConfig:
-        """Return the sampling options of one call."""
-        names = set(SamplingConfig.model_fields)
-        return SamplingConfig.from_dict({**self.model_dump(include=names), "seed": seed})
-
 
 class MeasureConfig(Options):
     """What a calibration counts as lost."""

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from eagle_fsd.bundled import BUNDLED_TARGET
 from eagle_fsd.evaluation.answering import answer_seed
+from eagle_fsd.evaluation.processes import load_models
 from eagle_fsd.model.config import (
     AcceptanceConfig,
     PairOptions,
@@ -30,7 +31,6 @@ from eagle_fsd.model.config import (
     TreeConfig,
     settings_dict,
 )
-from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.request import Prompt
 from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.utils.chat_templates import FastChatTemplate
@@ -91,19 +91,10 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
             raise OptionsError(
                 "evaluations must not depend on timing: compile=auto is not supported"
             )
-        self.pair = EagleFSD.from_pretrained(
-            loaded.target,
-            loaded.drafter,
-            dtype=loaded.dtype,
-            device_map=loaded.device,
-            draft_vocabulary=loaded.draft_vocabulary,
-            quantize=loaded.quantize,
-            settings=settings,
-        )
+        self.pair = load_models(loaded, settings=settings)
         # Batches are fitted to the memory anyway, so "auto" needs no search.
         self._rows = max_batch_size if str(batch_size).startswith("auto") else int(batch_size)
         self.pair.compile = bool(loaded.compile)
-        self.pair.capture = loaded.capture
         self.pair.configure(Settings.from_dict({**tree, **acceptance}))
         self.method, self.stats = method, DecodeStats.empty(0)
         name = self._template_name = loaded.chat_template

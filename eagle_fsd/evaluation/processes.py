@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from accelerate.utils import DistributedType, broadcast_object_list
 
-from eagle_fsd.model.config import TENSOR_PARALLEL
+from eagle_fsd.model.config import TENSOR_PARALLEL, PairOptions
+from eagle_fsd.model.drafters.interface import Drafter
+from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.target import Target
 from eagle_fsd.utils.options import OptionsError
 from eagle_fsd.utils.processes import start_processes
@@ -50,6 +52,21 @@ def placement(device: str | None) -> dict[str, Any]:
             " single process"
         )
     return {"tp_plan": "auto"}
+
+
+def load_models(options: PairOptions, drafter: Drafter | None = None, **others: Any) -> EagleFSD:
+    """Load the pair that options name; ``others`` are arguments of ``from_pretrained``."""
+    model = EagleFSD.from_pretrained(
+        options.target,
+        options.drafter if drafter is None else drafter,
+        dtype=options.dtype,
+        **placement(options.device),
+        draft_vocabulary=options.draft_vocabulary,
+        quantize=options.quantize,
+        **others,
+    )
+    model.capture = options.capture
+    return model
 
 
 def from_first(target: Target, function: Callable[[], T]) -> T:

@@ -49,7 +49,7 @@ from eagle_fsd.evaluation.methods import (
     find_methods,
 )
 from eagle_fsd.evaluation.plots import draw_figures
-from eagle_fsd.evaluation.processes import from_first, placement
+from eagle_fsd.evaluation.processes import from_first, load_models
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import requested_questions
 from eagle_fsd.evaluation.report import (
@@ -518,15 +518,7 @@ def load_share(request: PairOptions, settings: Settings | None = None) -> EagleF
     """Load the pair that a request names, on the device of this process."""
     state = start_processes()
     device = request.device or (str(state.device) if state.num_processes > 1 else None)
-    model = EagleFSD.from_pretrained(
-        request.target,
-        request.drafter,
-        dtype=request.dtype,
-        **placement(device),
-        draft_vocabulary=request.draft_vocabulary,
-        quantize=request.quantize,
-    )
-    model.capture = request.capture
+    model = load_models(request.model_copy(update={"device": device}))
     if settings is not None:
         model.configure(settings)
     return model

@@ -142,7 +142,7 @@ class ServerAnswerer(Answerer[ComparedServer]):
 
     def _turn(self, answer: Conversation, method: ComparedServer) -> Turn:
         """Request the next turn; a prompt that does not fit the context gives one with an error."""
-        sampling = self.config.sampling(self.seed(answer)).model_dump()
+        sampling = self.config.sampling(seed=self.seed(answer)).model_dump()
         standard = {name: sampling[name] for name in ("temperature", "top_p", "seed")}
         # Servers that do not know these parameters would reject them.
         extra = {name: sampling[name] for name in ("top_k", "min_p") if sampling[name]}

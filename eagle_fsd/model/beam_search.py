@@ -15,7 +15,7 @@ tree nodes, ``F`` values of the features, ``C`` candidate tokens per node.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 
@@ -23,15 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_fsd.model.arguments import (
-    CallOptions,
-    end_tokens,
-    limit_new_tokens,
-    model_end_tokens,
-    read_prompts,
-)
 from eagle_fsd.model.attention import folded_queries
-from eagle_fsd.model.config import BeamSearchConfig, TreeConfig
+from eagle_fsd.model.config import BeamSearchConfig
 from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.request import BROKEN_LOGITS, Answer, Request
@@ -264,35 +257,26 @@ def _origins(steps: int) -> list[int]:
 def beam_search(
     target: Target,
     drafter: Drafter,
-    tree: TreeConfig,
-    *,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    max_new_tokens: int,
     config: BeamSearchConfig,
-    eos_token_id: int | Sequence[int] | Set[int] | None,
-    pad_token_id: int | None,
+    requests: Sequence[Request],
+    fill: int,
 ) -> BeamSearchOutput:
-    """Search on torch's current device; see :meth:`EagleFSD.beam_search`."""
-    model, width = target.model, config.num_beams
-    limits = CallOptions.from_dict({"max_new_tokens": max_new_tokens, "pad_token_id": pad_token_id})
-    ordered = model_end_tokens(model) if eos_token_id is None else end_tokens(eos_token_id)
-    eos = frozenset(ordered)
+    """Search on torch's current device; see :meth:`EagleFSD.beam_search`.
+
+    ``fill`` is the token of answers beyond their ends.
+    """
+    width, eos = config.num_beams, frozenset(requests[0].eos_token_ids)
     if width + len(eos) > target.vocab_size:
         raise ValueError(
             "num_beams and the end-of-sequence tokens must be at most as many as the"
             f" {target.vocab_size} tokens of the vocabulary; got {width} and {len(eos)}"
         )
-    pad = model.generation_config.pad_token_id if pad_token_id is None else limits.pad_token_id
-    prompts = read_prompts(input_ids, attention_mask, target, None if pad in eos else pad)
-    rooms = limit_new_tokens(target, list(map(len, prompts)), limits.max_new_tokens)
-    requests = [Request(*prompt, tree=tree) for prompt in zip(prompts, rooms, strict=True)]
     searches = [
         Search(list(range(index * width, (index + 1) * width)), config, request.max_new_tokens, eos)
         for index, request in enumerate(requests)
     ]
     check_target(target, projected=drafter.projects)
-    engine = BeamEngine(target, drafter, tree)
+    engine = BeamEngine(target, drafter, requests[0].tree)
     rows = [Answer(request) for request in requests for _ in range(width)]
     engine.admit(rows)
     while engine.joining:
@@ -309,19 +293,15 @@ def beam_search(
         live = engine.advance(trees, features, live)
         engine.clock.enter(None)
         engine.clock.collect()
-    best = [
-        found for search in searches for found in search.finished[: config.num_return_sequences]
-    ]
+    kept = config.num_return_sequences
+    best = [found for search in searches for found in search.finished[:kept]]
     longest = max(len(tokens) for _, tokens in best)
-    fill = pad or next(iter(ordered), 0)  # as in Hugging Face, 0 stands for the first of them
     with torch.inference_mode(False):  # callers may change the result
-        new = input_ids.new_tensor(
-            [tokens + [fill] * (longest - len(tokens)) for _, tokens in best]
-        )
-        given = input_ids.repeat_interleave(config.num_return_sequences, 0)
+        given = torch.stack([request.ids for request in requests for _ in range(kept)])
+        new = given.new_tensor([tokens + [fill] * (longest - len(tokens)) for _, tokens in best])
         scores = [score for score, _ in best]
         return BeamSearchOutput(
             torch.cat([given, new], 1),
-            torch.tensor(scores, dtype=torch.float32, device=input_ids.device),
+            torch.tensor(scores, dtype=torch.float32, device=given.device),
             stats,
         )

@@ -271,6 +271,11 @@ class SamplingConfig(Options):
         default=None, ge=0, le=2**63 - 1, description="Seed that makes sampling reproducible."
     )
 
+    def sampling(self, **changes: Any) -> SamplingConfig:
+        """Return the sampling options without those of a subclass, some of them changed."""
+        own = self.model_dump(include=set(SamplingConfig.model_fields))
+        return SamplingConfig.from_dict({**own, **changes})
+
     @field_validator("temperature", "top_p", "top_k", "min_p", mode="before")
     @classmethod
     def _replace_none(cls, value: Any, info: ValidationInfo) -> Any:

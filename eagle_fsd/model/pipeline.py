@@ -388,19 +388,10 @@ class EagleFSD:
             An iterable of one :class:`StreamChunk` per row and step. Nothing is decoded until it is
             iterated.
         """
-        call = self._template(max_new_tokens, **options)
-        prefix_cache, pad, eos = options.get("prefix_cache"), call.pad_token_id, call.eos_token_ids
-        if pad is None:
-            pad = self.model.generation_config.pad_token_id
-        prompts = read_prompts(input_ids, attention_mask, self.target, None if pad in eos else pad)
-        if prefix_cache is not None and len(prompts) != 1:
-            raise ValueError(f"a prefix cache needs a single prompt; got {len(prompts)}")
-        limits = limit_new_tokens(self.target, list(map(len, prompts)), call.max_new_tokens)
-        requests = [
-            call.of_prompt(ids, prompt, limit, row=row, rows=len(prompts))
-            for row, (ids, prompt, limit) in enumerate(zip(input_ids, prompts, limits, strict=True))
-        ]
-        fill = pad if pad is not None else next(iter(eos), 0)
+        call, prefix_cache = self._template(max_new_tokens, **options), options.get("prefix_cache")
+        requests, fill = self._requests(call, input_ids, attention_mask)
+        if prefix_cache is not None and len(requests) != 1:
+            raise ValueError(f"a prefix cache needs a single prompt; got {len(requests)}")
         return Generation(self._engine_options(len(requests), prefix_cache), requests, fill)
 
     def generate_many(
@@ -549,22 +540,35 @@ class EagleFSD:
                 "early_stopping": early_stopping,
             }
         )
-        self._check_method(method)
+        call = self._template(
+            max_new_tokens,
+            acceptance=AcceptanceConfig(),
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            method=method,
+        )
+        requests, fill = self._requests(call, input_ids, attention_mask)
+        fill = fill or next(iter(call.eos_token_ids), 0)  # as in Hugging Face, which ignores 0
         drafter = self._attached_drafter() if method == "fsd" else NoDrafter()
         with using_device(self.target.device):
-            return beam_search(
-                self.target,
-                drafter,
-                self.exact_tree,
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                max_new_tokens=max_new_tokens,
-                config=config,
-                eos_token_id=eos_token_id,
-                pad_token_id=pad_token_id,
-            )
+            return beam_search(self.target, drafter, config, requests=requests, fill=fill)
 
     custom_generate = hugging_face.custom_generate
+
+    def _requests(
+        self, call: Request, input_ids: Tensor, attention_mask: Tensor | None
+    ) -> tuple[list[Request], int]:
+        """Return the request of each prompt ``[B, S]``, and the token that fills their rows."""
+        pad, eos = call.pad_token_id, call.eos_token_ids
+        if pad is None:
+            pad = self.model.generation_config.pad_token_id
+        prompts = read_prompts(input_ids, attention_mask, self.target, None if pad in eos else pad)
+        limits = limit_new_tokens(self.target, list(map(len, prompts)), call.max_new_tokens)
+        requests = [
+            call.of_prompt(ids, prompt, limit, row=row, rows=len(prompts))
+            for row, (ids, prompt, limit) in enumerate(zip(input_ids, prompts, limits, strict=True))
+        ]
+        return requests, pad if pad is not None else next(iter(eos), 0)
 
     def _request(
         self, ids: Tensor | Sequence[int], row: int = 0, **options: Unpack[PromptDecodeOptions]

@@ -9,19 +9,36 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.train.chat_file import Chat, is_answer
 from eagle_fsd.utils.chat_templates import ChatTemplate
 
+#: Index of an empty chat that fills the last batch of an epoch.
+FILLER = -1
 
-@dataclass(frozen=True)
-class EncodedChat:
-    """The tokens of a chat; the assistant's include end-of-turn tokens."""
 
+@dataclass
+class Example:
+    """One chat, or why it could not be encoded (``error``); ``index`` may be :data:`FILLER`.
+
+    ``features`` ``[S, F]`` are stored hidden states of the target, those of one or several layers,
+    and ``best`` ``[S]`` the tokens that are its most likely after them, where the loss needs one.
+    """
+
+    index: int
     ids: list[int]
     assistant_mask: list[bool]
     truncated: bool = False
+    features: Tensor | None = None
+    best: Tensor | None = None
+    error: str | None = None
+
+    @property
+    def contributes(self) -> bool:
+        """Whether the loss covers a token of the chat; see :attr:`TrainingBatch.loss_mask`."""
+        return any(self.assistant_mask[2:])
 
 
 def encode_chat(
@@ -29,7 +46,8 @@ def encode_chat(
     tokenizer: PreTrainedTokenizerBase,
     chat_template: ChatTemplate,
     max_length: int | None = None,
-) -> EncodedChat:
+    index: int = 0,
+) -> Example:
     """Tokenize a chat and mark the assistant's tokens, keeping at most ``max_length``.
 
     Raises ValueError if the template rejects the chat, an assistant turn cannot be located, or the
@@ -49,7 +67,7 @@ def encode_chat(
         mask.append(first < last and span >= 0 and first < spans[span][1])
     ids = encoded["input_ids"]
     truncated = max_length is not None and len(ids) > max_length
-    return EncodedChat(ids[:max_length], mask[:max_length], truncated)
+    return Example(index, ids[:max_length], mask[:max_length], truncated)
 
 
 def assistant_spans(

@@ -356,11 +356,6 @@ class RegenerateConfig(SamplingConfig):
     batch_size: BatchSize = Field(16, description="Chats that the loaded target writes at once.")
     max_new_tokens: int = Field(512, ge=1, description="Maximum number of new tokens per turn.")
 
-    @property
-    def sampling(self) -> SamplingConfig:
-        """The sampling options alone, with which the seed may exceed the bound of this one."""
-        return SamplingConfig.from_dict(self.model_dump(include=set(SamplingConfig.model_fields)))
-
 
 class SynthesizeRequest(TargetOptions):
     """Chats to write: their number, the target and the output file."""

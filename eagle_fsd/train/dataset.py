@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
-from eagle_fsd.train.assistant_mask import encode_chat
+from eagle_fsd.train.assistant_mask import FILLER, Example, encode_chat
 from eagle_fsd.train.chat_file import ChatFile
 from eagle_fsd.utils.chat_templates import ChatTemplate
 from eagle_fsd.utils.progress import Progress
@@ -21,30 +21,6 @@ Value = TypeVar("Value")
 
 #: Number of batches whose chats are sorted by length together, which reduces padding.
 SORT_WINDOW = 32
-#: Index of an empty chat that fills the last batch of an epoch.
-FILLER = -1
-
-
-@dataclass
-class Example:
-    """One chat, or why it could not be encoded (``error``); ``index`` may be :data:`FILLER`.
-
-    ``features`` ``[S, F]`` are stored hidden states of the target, those of one or several layers,
-    and ``best`` ``[S]`` the tokens that are its most likely after them, where the loss needs one.
-    """
-
-    index: int
-    ids: list[int]
-    assistant_mask: list[bool]
-    truncated: bool = False
-    features: Tensor | None = None
-    best: Tensor | None = None
-    error: str | None = None
-
-    @property
-    def contributes(self) -> bool:
-        """Whether the loss covers a token of the chat; see :attr:`TrainingBatch.loss_mask`."""
-        return any(self.assistant_mask[2:])
 
 
 @dataclass
@@ -111,12 +87,11 @@ class ChatDataset(Dataset[Example]):
         if index == FILLER:
             return Example(FILLER, [0, 0], [False, False])
         try:
-            chat = self.file[index]
-            encoded = encode_chat(chat, self.tokenizer, self.chat_template, self.max_length)
+            chat, length = self.file[index], self.max_length
+            return encode_chat(chat, self.tokenizer, self.chat_template, length, index=index)
         except ValueError as error:
             message = f"{self.file.path}, line {self.file.line(index)}: {error}"
             return Example(index, [0, 0], [False, False], error=message)
-        return Example(index, encoded.ids, encoded.assistant_mask, encoded.truncated)
 
     def size(self, index: int) -> int:
         """Return a chat's size in bytes, which estimates its length without reading it."""

@@ -95,7 +95,6 @@ class Rewriting:
         self, chats: ChatFile, config: RegenerateConfig, template: ChatTemplate | None
     ) -> None:
         self.chats, self.config, self.template = chats, config, template
-        self.sampling = config.sampling
         self.rejections: list[str] = []
 
     def write(self, index: int) -> Writing:
@@ -119,7 +118,7 @@ class Rewriting:
         return {"index": index, "messages": messages}
 
     def _turn(self, index: int, messages: Chat) -> NextTurn:
-        sampling = self.sampling.updated(seed=turn_seed(self.config.seed, index, messages))
+        sampling = self.config.sampling(seed=turn_seed(self.config.seed, index, messages))
         limit = self.config.max_new_tokens
         if self.template is None:
             return NextTurn(list(map(_as_sent, messages)), sampling, limit)

@@ -153,7 +153,6 @@ class Plan:
         self, config: SynthesizeConfig, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate
     ) -> None:
         self.config, self.tokenizer, self.template = config, tokenizer, template
-        self.sampling = config.sampling
 
     def opening(self, index: int) -> Chat:
         """Return the messages that a chat begins with."""
@@ -187,7 +186,7 @@ class Plan:
         config = self.config
         header, footer = user_header(chat, self.template)
         text = f"{header}{start}" if start else header.rstrip(" ")  # words begin with their space
-        sampling = self.sampling.updated(
+        sampling = config.sampling(
             seed=turn_seed(config.seed, index, chat),
             temperature=config.user_temperature,
             top_p=config.user_top_p,
@@ -205,7 +204,7 @@ class Plan:
 
     def _assistant_turn(self, index: int, chat: Chat) -> NextTurn:
         text = self.template.render(chat, add_generation_prompt=True)
-        sampling = self.sampling.updated(seed=turn_seed(self.config.seed, index, chat))
+        sampling = self.config.sampling(seed=turn_seed(self.config.seed, index, chat))
         return NextTurn(text, sampling, self.config.max_new_tokens, tuple(self.template.stop))
 
 

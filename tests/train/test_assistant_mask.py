@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from templates import CASES, CHATML, CHATML_TOKENS, OMITTING, case, templated
 from transformers import PreTrainedTokenizerFast
 
-from eagle_fsd.train.assistant_mask import EncodedChat, assistant_spans, encode_chat
+from eagle_fsd.train.assistant_mask import Example, assistant_spans, encode_chat
 from eagle_fsd.train.chat_file import Chat
 
 #: User turns repeat assistant turns and everything but the special tokens of templates.
@@ -28,7 +28,7 @@ CHAT: Chat = [
 ]
 
 
-def masked_texts(tokenizer: PreTrainedTokenizerFast, encoded: EncodedChat) -> list[str]:
+def masked_texts(tokenizer: PreTrainedTokenizerFast, encoded: Example) -> list[str]:
     """The text of every run of masked tokens, special tokens included."""
     pairs = zip(encoded.assistant_mask, encoded.ids, strict=True)
     runs = [[token for _, token in run] for key, run in groupby(pairs, lambda p: p[0]) if key]
@@ -113,7 +113,7 @@ def test_long_chat_is_truncated() -> None:
         length = len(whole.ids)
         for limit in (1, 17, length - 1):
             cut = encode_chat(CHAT, tokenizer, chat_template, limit)
-            assert cut == EncodedChat(whole.ids[:limit], whole.assistant_mask[:limit], True)
+            assert cut == Example(0, whole.ids[:limit], whole.assistant_mask[:limit], True)
         for maximum in (length, length + 1, None):
             assert encode_chat(CHAT, tokenizer, chat_template, maximum) == whole
 

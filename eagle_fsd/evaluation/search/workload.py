@@ -75,7 +75,7 @@ class Workload:
         """Answer prompts with the options of this workload and others of ``generate_many``."""
         room, limit = pair.target.stable_length, self.config.max_new_tokens
         limited = [Prompt(ids, max_new_tokens=min(limit, room - len(ids))) for ids in prompts]
-        sampling = self.config.sampling(seed)
+        sampling = self.config.sampling(seed=seed)
         answers = pair.generate_many(limited, sampling=sampling, **self.ends, **options)
         return sorted(answers, key=lambda answer: answer.index)
 
