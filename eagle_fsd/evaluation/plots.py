@@ -70,10 +70,10 @@ def draw_figures(report: dict[str, Any], folder: Path) -> None:
 
 
 def _series(point: Point) -> str:
-    """Return the name of the line of FSD, or of the family of rules, that a method belongs to."""
+    """Return the name of the line of FSD that a method belongs to; empty if there is none."""
     settings: Row = point.row.get("settings") or {}
     if settings.get("method") != "fsd" or settings["selection"] == "priced":
-        return point.name.split()[0]
+        return ""
     divergence = "" if settings["divergence"] == "js" else f"{settings['divergence']} "
     return f"FSD, {divergence}r={settings['min_ratio']:g}"
 
@@ -82,7 +82,7 @@ def _lines(found: Sequence[Point]) -> dict[str, list[Point]]:
     """Return the methods that are FSD by line, with increasing thresholds."""
     lines: dict[str, list[Point]] = {}
     for point in found:
-        if _series(point).startswith("FSD") and not point.is_reference:
+        if _series(point) and not point.is_reference:
             lines.setdefault(_series(point), []).append(point)
     return {
         label: sorted(members, key=lambda point: point.row["settings"]["threshold"])

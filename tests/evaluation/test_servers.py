@@ -58,7 +58,7 @@ def test_two_servers_are_compared_and_certified(
             "--out",
             tmp_path / "a",
         ),
-        *("--server", f"base={exact.url}/v1", "--server", f"fuzzy={fuzzy.url}/v1"),
+        *("--server", f"base={exact.url}/v1", "--server", f"FSD={fuzzy.url}/v1"),
         *("--certify", settings, "--engine", "vllm"),
     ]
     status, printed, errors = run(*arguments, "--max-drop", 1)
@@ -68,10 +68,10 @@ def test_two_servers_are_compared_and_certified(
     assert read_settings(settings).certificate is None
     status, printed, errors = run(*arguments, "--max-drop", 90, "--json")
     assert status == 0, errors
-    assert "12 answers of server fuzzy are from an earlier run" in caplog.text
+    assert "12 answers of server FSD are from an earlier run" in caplog.text
     report = json.loads(printed)
     reference, row = report["rows"]
-    assert (reference["method"], row["method"]) == ("base", "fuzzy")
+    assert (reference["method"], row["method"]) == ("base", "FSD")
     against, certificate = row["against_exact"], read_settings(settings).certificate
     assert (
         (certificate.decoder, certificate.questions) == ("vllm", against["paired"]) == ("vllm", 12)
@@ -84,7 +84,7 @@ def test_two_servers_are_compared_and_certified(
     text, page = ((tmp_path / "a" / f"report.{kind}").read_text() for kind in ("md", "html"))
     assert "as fast as base" in text or "faster than base" in text
     assert report["comparison"]["changed"]
-    assert "| base | fuzzy |" in text
+    assert "| base | FSD |" in text
     assert "differ from base's" in page
     assert not any("exact decoding" in item or "uzzy tokens" in item for item in (text, page))
     assert report["figures"] == ["tradeoff.png"]

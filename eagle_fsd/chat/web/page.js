@@ -1,7 +1,7 @@
 // The chat is kept here and decoded through the API. Text is only ever inserted as text nodes.
 const LEGEND = {
   exact: "drafted, and the target's own choice",
-  fuzzy: "drafted, and the divergence is below T",
+  fuzzy: "drafted and accepted, not the target's own choice",
   target: "chosen by the target, not drafted",
 };
 const STATUSES = { length: "Reached max new tokens", stopped: "Stopped", failed: "Failed" };
@@ -41,6 +41,8 @@ const make = (tag, properties, ...children) => {
   return node;
 };
 const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "<end>";
+// A part of a character, or the end, has no text, but the token has.
+const shownText = ({ text, piece }) => text || piece || "";
 const quoted = (text) => `“${visible(text)}”`;
 // A divergence's short name, and what it stands for: "top_k_js, Jensen-Shannon".
 const spelled = (divergence) => {
@@ -191,10 +193,10 @@ class Answer {
     const [choice] = choices;
     this.finish = choice?.finish_reason ?? this.finish;
     choice?.tokens?.forEach((token, index) => {
-      const { logprob, top_logprobs: top } = choice.logprobs?.content[index] ?? {};
+      const { token: piece, logprob, top_logprobs: top } = choice.logprobs?.content[index] ?? {};
       const probability = logprob === undefined ? null : Math.exp(logprob);
       const likely = (top ?? []).map((item) => [item.token, Math.exp(item.logprob)]);
-      this.tokens.push({ ...token, probability, top: likely });
+      this.tokens.push({ ...token, piece, probability, top: likely });
       this.addSpan(this.tokens.at(-1));
     });
   }
@@ -221,8 +223,9 @@ class Answer {
     if (token.text) this.bars.append(bar);
   }
 
-  describe({ text, origin, divergence, probability, top }) {
-    const lines = [`${quoted(text)} — ${origin}: ${LEGEND[origin]}`];
+  describe(token) {
+    const { origin, divergence, probability, top } = token;
+    const lines = [`${quoted(shownText(token))} — ${origin}: ${LEGEND[origin]}`];
     lines.push(
       divergence === null
         ? "No draft distribution at this position"
@@ -297,7 +300,7 @@ class Answer {
     else this.element.append(mark);
     mark.append(span);
     span.hidden = false;
-    span.textContent ||= "∎";
+    span.textContent ||= this.tokens[index]?.piece || "∎";
     span.classList.add("fsd-differs");
   }
 
@@ -367,6 +370,10 @@ const run = async (job) => {
   busy = false;
   stop.disabled = true;
 };
+// Screen readers read what appears here, but not what is streamed.
+const announce = (text) => {
+  find("#fsd-announcement").textContent = text;
+};
 const send = async () => {
   const question = readQuestion(box.value, live);
   if (question === null) return;
@@ -379,6 +386,7 @@ const send = async () => {
   comparison.replaceChildren();
   box.value = "";
   describe("");
+  announce("");
   showStats({}, {}, PENDING);
   await run(async (signal, active) => {
     const error = await answer.receive(body, signal, () => {
@@ -388,6 +396,7 @@ const send = async () => {
       showThreshold();
     });
     if (!active()) return;
+    announce([answer.text, STATUSES[answer.finish]].filter(Boolean).join(" "));
     follow(() => {
       if (answer.tokens.length) {
         exchanges.push({ question, answer: answer.text });
@@ -478,7 +487,7 @@ const describeDifference = (left, right, sampled) => {
     left.mark(index);
     right.mark(index);
     const [one, other] = [left, right].map(({ tokens }) =>
-      tokens[index] ? quoted(tokens[index].text) : "no further token",
+      tokens[index] ? quoted(shownText(tokens[index])) : "no further token",
     );
     text += `First difference at token ${index + 1}: exact ${one}, FSD ${other}.`;
   } else if (complete) {
@@ -501,6 +510,7 @@ const clear = () => {
   stop.disabled = true;
   showStats({}, {});
   describe("");
+  announce("");
 };
 
 // Everything that is known about an answer, as a file.
@@ -654,7 +664,10 @@ const nextToken = (token, key) => {
     default: return null;
   }
 };
+// Safari ends a composition before the key that confirms it.
+const isComposing = (event) => event.isComposing || event.keyCode === 229;
 document.addEventListener("keydown", (event) => {
+  if (isComposing(event)) return;
   const token = closest(event, TOKEN);
   if (event.key === "Escape") {
     // While a token is inspected, Escape closes the inspector only.
@@ -685,7 +698,7 @@ find("#fsd-form").addEventListener("submit", (event) => {
   box.focus();
 });
 box.addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  if (event.key !== "Enter" || event.shiftKey || isComposing(event)) return;
   event.preventDefault();
   send();
 });

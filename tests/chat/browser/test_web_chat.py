@@ -61,6 +61,9 @@ def test_answers_stream_with_their_stats(page: PageObject) -> None:
     assert method == "ar"
     assert measured["messages"] == answered["messages"]
     assert page.find("#fsd-box textarea").get_attribute("value") == ""
+    # A screen reader reads the answer once it is complete.
+    answer = page.find("#fsd-live .fsd-answer").get_attribute("textContent")
+    assert page.find("#fsd-announcement").get_attribute("textContent").startswith(answer)
 
 
 def test_controls_set_the_request(page: PageObject) -> None:
