@@ -294,14 +294,15 @@ class DecodeQueue:
         """Accept no further requests."""
         self._draining = True
 
-    def abort(self, message: str) -> None:
-        """End all requests with an AbortedError."""
+    def abort(self, message: str) -> bool:
+        """End all requests with an AbortedError; return whether there were any."""
         with self._changed:
-            for item in (*self._waiting, *self._calls, *self._active):
-                if not item.cancelled:
-                    if isinstance(item, Call):  # jobs are counted when they are removed
-                        self.observer.request_finished("failed", {})
-                    item.fail(AbortedError(message))
+            items = [item for item in self._present() if not item.cancelled]
+            for item in items:
+                if isinstance(item, Call):  # jobs are counted when they are removed
+                    self.observer.request_finished("failed", {})
+                item.fail(AbortedError(message))
+        return bool(items)
 
     def close(self, timeout: float = 5.0) -> None:
         """Cancel all requests, and wait some seconds for the current step to end."""

@@ -8,6 +8,7 @@ styles with colored tokens, statistics, and commands that set decoding options.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -417,6 +418,8 @@ def run_chat(
 ) -> None:
     """Run FastChat's chat loop until the user leaves it."""
     register_template()
+    if isinstance(sys.stdin, io.TextIOWrapper):  # replace bytes that are no characters
+        sys.stdin.reconfigure(errors="replace")
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             # Enables line editing, and lines longer than a terminal's limit of 4095 characters.

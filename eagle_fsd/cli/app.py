@@ -48,9 +48,8 @@ def main() -> None:
     Expected errors are printed as one line on standard error, unexpected ones as a traceback.
     """
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    for file in (sys.stdin, sys.stdout):
-        if isinstance(file, io.TextIOWrapper):  # replace characters that its encoding lacks
-            file.reconfigure(errors="replace")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # replace characters that its encoding lacks
+        sys.stdout.reconfigure(errors="replace")
     # transformers reads these when a command imports it.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

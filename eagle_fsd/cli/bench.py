@@ -43,10 +43,10 @@ def bench(
     config: Annotated[BenchConfig, options("Decoding")] = BenchConfig(),
 ) -> None:
     """Compare plain, lossless speculative and FSD decoding: speed, accuracy, time by phase."""
-    if output is not None and (
-        (output.exists() and not output.is_file()) or not os.access(output.parent, os.W_OK)
-    ):
-        raise OptionsError(f"--output must be a file in a writable folder; got {output}")
+    if output is not None:
+        output = output.resolve()  # it is replaced, and must not be a link to a device
+        if (output.exists() and not output.is_file()) or not os.access(output.parent, os.W_OK):
+            raise OptionsError(f"--output must be a file in a writable folder; got {output}")
     from eagle_fsd.evaluation.bench import bench as run
 
     request = request.model_copy(update={"questions": questions})

@@ -238,6 +238,8 @@ def _print_best(
     model: EagleFSD, encoded: EncodedPrompt, config: GenerateConfig, method: str, as_json: bool
 ) -> None:
     """Print the best hypothesis of a beam search; as JSON, all of them."""
+    from eagle_fsd.utils.detokenization import answer_text
+
     ids, beams = encoded.ids, config.num_beams
     found = model.beam_search(
         ids,
@@ -248,11 +250,8 @@ def _print_best(
         eos_token_id=encoded.ends.get("eos_token_id"),
         method=method,
     )
-    new = found.sequences[:, ids.shape[1] :]
-    texts = [
-        before_stop(text, encoded.stop)
-        for text in model.tokenizer.batch_decode(new, skip_special_tokens=True)
-    ]
+    new = found.sequences[:, ids.shape[1] :].tolist()
+    texts = [before_stop(answer_text(model.tokenizer, row), encoded.stop) for row in new]
     if as_json:
         print_json(
             {

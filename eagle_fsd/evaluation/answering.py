@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from statistics import fmean
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -37,6 +38,8 @@ from eagle_fsd.utils.text import before_stop
 
 #: Maximum number of positions whose distributions are in memory at once.
 LIKELIHOOD_CHUNK = 512
+#: Answers whose log-probabilities are kept.
+MAX_SCORED = 4096
 #: Maximum number of answers per row of the batch that a method decodes before the next method: the
 #: batch is full except at the end of these answers.
 ANSWERS_PER_ROW = 4
@@ -244,6 +247,8 @@ class PairAnswerer(Answerer[Method]):
         self.memory = PeakMemory(self.model.target.device)
         self.ends = answer_ends(self.model, self.chat_template)
         self._pairs: dict[str, EagleFSD] = {}
+        # Methods often give equal answers, which are scored once.
+        self._log_probs = lru_cache(MAX_SCORED)(self._compute_log_probs)
 
     def warm_up(self, questions: Sequence[Question], method: Method) -> None:
         self._converse(questions, method, 1)
@@ -350,9 +355,13 @@ class PairAnswerer(Answerer[Method]):
         left_out = isinstance(self.config, CalibrationConfig) and self.config.measure != "regret"
         if not turn.tokens or left_out:
             return None, [None] * len(fuzzy)
-        prompt, answer = torch.tensor(turn.prompt), torch.tensor(turn.tokens)
-        own, best = answer_log_probs(self.model.target, prompt, answer)
+        own, best = self._log_probs(tuple(turn.prompt), tuple(turn.tokens))
         return float(own.mean()), [max(0.0, float(best[at] - own[at])) for at in fuzzy]
+
+    def _compute_log_probs(
+        self, prompt: tuple[int, ...], answer: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        return answer_log_probs(self.model.target, torch.tensor(prompt), torch.tensor(answer))
 
     def _turn(self, answer: Answer, method: Method, seconds: float) -> Turn:
         """Return the turn that an answer is, whose text ends before a stop string."""

@@ -34,7 +34,7 @@ from eagle_fsd.model.config import (
 from eagle_fsd.model.request import Prompt
 from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.utils.chat_templates import FastChatTemplate
-from eagle_fsd.utils.detokenization import special_tokens
+from eagle_fsd.utils.detokenization import answer_text, special_tokens
 from eagle_fsd.utils.options import OptionsError
 
 #: Name of the model in the harness.
@@ -182,7 +182,7 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
         end = self.think_end_token
         if isinstance(end, int) and end in tokens:
             tokens = tokens[len(tokens) - tokens[::-1].index(end) :]
-        text: str = self.tok_decode(tokens)
+        text = answer_text(self.tokenizer, tokens)
         if isinstance(end, int):
             text = text.lstrip()
         marker = end if isinstance(end, str) else None

@@ -26,9 +26,10 @@ def main_row(report: dict[str, Any]) -> Row | None:
     """Return the method that a report is about; None if nothing is compared with exact decoding.
 
     This is FSD with the settings of the command line or of ``fsd.json``, or the settings that a
-    calibration certified; where there are none, the method that the first of the :func:`conclusions` names; where they name none, the
-    fastest method that is estimated to lose at most one point of accuracy. Without references, it
-    is the one that changes the fewest answers among those that are faster.
+    calibration certified; where there are none, the method that the first of the
+    :func:`conclusions` names; where they name none, the fastest method that is estimated to lose at
+    most one point of accuracy. Without references, it is the one that changes the fewest answers
+    among those that are faster.
     """
     rows = [
         row for row in report["rows"] if "against_exact" in row and row["method"] not in BASELINES

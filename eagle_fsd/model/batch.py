@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import torch
 
 from eagle_fsd.model import memory
+from eagle_fsd.model.cache import cache_slots
 from eagle_fsd.model.compilation import has_graphs, using_device
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.interface import Drafter, NoDrafter
-from eagle_fsd.model.engine import Engine, StepResult
+from eagle_fsd.model.engine import Engine, StepResult, by_length
 from eagle_fsd.model.execution import ExecutionOptions
 from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.model.request import Answer, Request
@@ -197,6 +198,7 @@ class Batch:
 
     def add(self, request: Request) -> Answer:
         """Add ``request``, see :meth:`EagleFSD.request`; the answer says when it is finished."""
+        self._options.drafter.attach(self._options.target)  # it may have served another pair
         answer = Answer(request)
         self._waiting.append(answer)
         return answer
@@ -321,7 +323,7 @@ class Batch:
             answer.began = {name: now.get(name, 0.0) - spent.get(name, 0.0) for name in now | spent}
             new.setdefault(engine, []).append(answer)
         for engine, rows in new.items():
-            engine.admit(rows)
+            engine.admit(by_length(rows))
 
     def _make_room(self, engine: Engine, new: int, request: Request) -> bool:
         """Reserve memory for the last of ``new`` rows to admit; return whether there is enough."""
@@ -381,7 +383,8 @@ class Batch:
         alike = [item.max_length for item in first if item.engine_key == request.engine_key]
         wanted = min(len(alike), self.max_rows - self.rows + len(rows))
         length = engine.reserved[1]
-        return length > 2 * max(alike) and engine.fitting_rows(length) < wanted
+        rounding = cache_slots(1, self._options.target.device)
+        return length > 2 * max(alike) + rounding and engine.fitting_rows(length) < wanted
 
     def _remove(self, engine: Engine, answers: Sequence[Answer]) -> None:
         """Remove answers from an engine."""

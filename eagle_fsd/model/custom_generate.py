@@ -88,6 +88,8 @@ def custom_generate(
     """
     if unwrap_model(model) is not fsd.model:
         raise ValueError("custom_generate was called on a model other than its target")
+    if isinstance(rule, AcceptanceRule) and (threshold, min_ratio) != (None, None):
+        raise ValueError("pass either a rule or threshold and min_ratio, not both")
     if synced_gpus:
         raise ValueError("custom_generate does not support synced_gpus")
     config = generation_config

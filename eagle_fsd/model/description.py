@@ -153,7 +153,8 @@ def _unread(kind: type) -> set[str]:
         for name, item in vars(base).items()
         if isinstance(item, cached_property)
     )
-    layout = {"layout"}  # what the caches of a target allocated
+    # What the caches of a target allocated, and the projection whose rows a head has copied.
+    layout = {"layout", "_projection"}
     if kind.__name__ == "MatmulLtState":  # of bitsandbytes, with outliers of the last inputs
         layout |= {"idx", "subB"}
     return layout.union(kept, UNREAD if issubclass(kind, nn.Module) else ())

@@ -45,6 +45,16 @@ class _Prompts:
     start: int
 
 
+def by_length(rows: Sequence[Answer]) -> list[Answer]:
+    """Order rows so that :meth:`Engine.admit` finds groups of similar lengths, long prompts last.
+
+    Prompts that one chunk holds keep their order.
+    """
+    return sorted(
+        rows, key=lambda row: max(len(row.request.tokens) + len(row.tokens), PREFILL_CHUNK)
+    )
+
+
 class _RowTensors(NamedTuple):
     """The tensors of all rows that there is room for.
 
@@ -182,10 +192,6 @@ class Engine:
     def admit(self, rows: Sequence[Answer]) -> None:
         """Add rows; what the caches hold of their prompts is not processed again."""
         self._renew()
-        for row in rows:
-            row.start()
-        # Long prompts come last, in groups of similar lengths.
-        rows = sorted(rows, key=lambda row: max(row.length, PREFILL_CHUNK))
         first = len(self.rows)
         for group in self._prompts:  # fill the gap that dropped rows left
             count = range(len(group.rows))
@@ -198,6 +204,7 @@ class Engine:
         groups: list[_Prompts] = []
         cached = any(row.tokens for row in self.caches.rows[first:])
         for place, row in enumerate(rows, first):
+            row.start()
             start = self._reuse(place, row.prompt) if cached else 0
             self.caches.clear(place, start)
             self.caches.rows[place].epoch = self.caches.epoch

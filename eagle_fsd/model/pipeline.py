@@ -130,7 +130,7 @@ class EagleFSD:
     def from_pretrained(
         cls,
         target: str | Path | nn.Module | None = None,
-        drafter: str | Path | Drafter | None = None,
+        drafter: str | Path | Drafter | nn.Module | None = None,
         *,
         dtype: str | torch.dtype | None = None,
         device_map: str | torch.device | dict[str, Any] | None = None,
@@ -151,7 +151,7 @@ class EagleFSD:
             target: A folder, a Hub name, a GGUF file, or a loaded model, which may be a PEFT or
                 compiled model; :func:`~eagle_fsd.model.gguf.locate_model` says how to name a GGUF
                 file. Default: the bundled target.
-            drafter: A folder, a Hub name, a loaded drafter, or a key of
+            drafter: A folder, a Hub name, a loaded drafter, a loaded draft model, or a key of
                 :data:`~eagle_fsd.bundled.BUNDLED_DRAFTERS`. Default with the bundled target: the
                 bundled head.
             dtype: Such as ``"bfloat16"``. Default: float32 on a CPU, else the checkpoint's own.
@@ -549,7 +549,7 @@ class EagleFSD:
         )
         requests, fill = self._requests(call, input_ids, attention_mask)
         fill = fill or next(iter(call.eos_token_ids), 0)  # as in Hugging Face, which ignores 0
-        drafter = self._attached_drafter() if method == "fsd" else NoDrafter()
+        drafter = self.drafter.attach(self.target) if method == "fsd" else NoDrafter()
         with using_device(self.target.device):
             return beam_search(self.target, drafter, config, requests=requests, fill=fill)
 
@@ -613,16 +613,12 @@ class EagleFSD:
         )
         return EngineOptions(
             target=self.target,
-            drafter=self._attached_drafter(),
+            drafter=self.drafter,
             execution=execution,
             batch_trees=self.batch_trees,
             caches=caches,
             pool=self._pool,
         )
-
-    def _attached_drafter(self) -> Drafter:
-        """Return the drafter, which may have been assigned, or have served another pair."""
-        return self.drafter.attach(self.target)
 
     def _check_method(self, method: str) -> None:
         if method not in METHODS:

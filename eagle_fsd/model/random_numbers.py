@@ -83,8 +83,9 @@ def uniform(keys: Tensor, purpose: Purpose) -> Tensor:
 @lru_cache(maxsize=4)
 def seed_keys(seed: int, rows: int) -> Tensor:
     """Return ``[B]`` keys of answers without tokens, which do not depend on the number of rows."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator, device="cpu")
+    generator = torch.Generator().manual_seed(seed)  # which reads the lower 32 bits
+    keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator, device="cpu")
+    return mix(keys ^ (seed >> 32)) if seed >> 32 else keys
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:

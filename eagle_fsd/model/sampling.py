@@ -328,7 +328,7 @@ def _as_warp(warpers: Sequence[LogitsProcessor]) -> Warp | None:
     """Return what equals warpers of Hugging Face; None if there is another one among them."""
     found: dict[str, Any] = {}
     for item in warpers:
-        if isinstance(item, hf.LogitNormalization):
+        if type(item) is hf.LogitNormalization:
             continue  # changes no distribution
         name, before = STANDARD.get(type(item), ("", ()))
         fixed = getattr(item, "filter_value", -math.inf), getattr(item, "min_tokens_to_keep", 1)

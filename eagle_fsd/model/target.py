@@ -96,6 +96,8 @@ class Target:
         self._logit_divisor = getattr(self.config, "logits_scaling", None)
         if self.config.model_type == "hyperclovax":  # a factor there
             self._logit_scale, self._logit_divisor = self._logit_divisor, None
+        divides = self.config.model_type == "minicpm3"  # before the projection
+        self._feature_divisor = self._logit_divisor if divides else None
         self._soft_cap = getattr(self.config, "final_logit_softcapping", None)
         #: Sequence length up to which attention does not depend on the length of the sequence.
         self.stable_length = self._stable_length()
@@ -273,8 +275,8 @@ class Target:
                 past_key_values=cache,
                 use_cache=True,
             )
-        if self.config.model_type == "minicpm3":  # divides before the projection
-            recorded[LAST] = recorded[LAST] * self.config.logits_scaling
+        if self._feature_divisor is not None:
+            recorded[LAST] = recorded[LAST] * self._feature_divisor
         logits = output.logits.to(self.device).float()
         return TargetPass(logits, self._features(recorded, states))
 

@@ -196,14 +196,18 @@ class AcceptanceRule:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        own = vars(cls)
-        if "__init__" in own and "__eq__" not in own:
-            # It may have attributes that an inherited comparison of a dataclass's fields ignores.
-            cls.__eq__ = object.__eq__  # type: ignore[method-assign]
-            cls.__hash__ = object.__hash__  # type: ignore[method-assign]
+        # It may have attributes that methods inherited from a dataclass ignore.
+        if "__init__" in vars(cls) and cls.__eq__ is not object.__eq__:
+            for name, method in (
+                ("__eq__", object.__eq__),
+                ("__hash__", object.__hash__),
+                ("__repr__", AcceptanceRule.__repr__),
+            ):
+                if name not in vars(cls):
+                    setattr(cls, name, method)
 
     def __repr__(self) -> str:
-        plain = (bool, int, float, str, tuple, type(None))
+        plain = (bool, int, float, str, tuple, type(None), AcceptanceRule)
         own = (f"{name}={item!r}" for name, item in vars(self).items() if isinstance(item, plain))
         return f"{type(self).__name__}({', '.join(own)})"
 

@@ -46,7 +46,7 @@ SAMPLE_CHATS = 512
 #: have the maximum length: two shards are in memory.
 SHARD_CHATS, SHARD_TOKENS = 32, 2**16
 #: Number of shards that are kept open. Each is a mapping, of which Linux allows 65,530.
-MAX_OPEN_SHARDS = 1024
+MAX_OPEN_SHARDS = 2**14
 
 
 def estimate_bytes(data: ChatDataset, feature_size: int) -> int:

@@ -11,11 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import (
-    DistributedDataParallelKwargs,
-    InitProcessGroupKwargs,
-    parse_flag_from_env,
-)
+from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.self_check import check_target
@@ -183,10 +179,10 @@ def make_accelerator(out: str | Path, cpu: bool = False) -> Accelerator:
 
     A precision set by ``accelerate launch`` takes precedence. ``out`` receives TensorBoard's files.
     """
-    cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+    cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU") or torch.backends.mps.is_available()
     precision = None
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:
-        if not cpu:
+        if not cpu and torch.cuda.is_available():
             capable = torch.cuda.is_bf16_supported(including_emulation=False)
         else:
             capable = fastest_dtype("cpu") is not None
@@ -196,11 +192,7 @@ def make_accelerator(out: str | Path, cpu: bool = False) -> Accelerator:
         cpu=cpu,
         log_with="tensorboard",
         project_dir=str(out),
-        kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=PROCESS_TIMEOUT),
-            # The buffers of heads are constants, such as the rows of a draft vocabulary.
-            DistributedDataParallelKwargs(broadcast_buffers=False),
-        ],
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=PROCESS_TIMEOUT)],
     )
 
 

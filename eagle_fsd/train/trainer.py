@@ -20,6 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from eagle_fsd.model.drafters.heads import DraftHead
@@ -167,6 +168,8 @@ class Trainer:
             # Autocast sets the precision, as without FSDP. FSDP's policy would round the losses.
             accelerator.state.fsdp_plugin.mixed_precision_policy = None
         self.losses, self.optimizer = accelerator.prepare(HeadLosses(head, config), optimizer)
+        if isinstance(self.losses, DistributedDataParallel):
+            self.losses.broadcast_buffers = False  # they are constants
         accelerator.register_for_checkpointing(self)
 
     def state_dict(self) -> dict[str, Any]:

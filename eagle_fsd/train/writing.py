@@ -141,9 +141,12 @@ class LocalWriter:
                         raise answer.error
                     if chunk.finished:
                         chat, turn = running.pop(answer)
-                        reply = turn.reply(*self._read(answer, turn))
-                        if answer.error is not None:  # other chats may fit
-                            reply = TurnReply(error=str(answer.error))
+                        error = answer.error  # of memory: other chats may fit
+                        reply = (
+                            turn.reply(*self._read(answer, turn))
+                            if error is None
+                            else TurnReply(error=str(error))
+                        )
                         begun.append((chat, reply))
 
     def _request(self, turn: NextTurn) -> Request | None:

@@ -47,8 +47,8 @@ class FinalChannel:
         """Whether the next token of the answer is shown."""
         mark = self._marks.get(token)
         if mark is not None:
-            name = str(self._tokenizer.decode(self._name)).strip()
-            self._shows, self._name = mark == CHANNEL_MARKS[-1] and name.startswith("final"), []
+            name = str(self._tokenizer.decode(self._name)) if mark == CHANNEL_MARKS[-1] else ""
+            self._shows, self._name = name.strip().startswith("final"), []
         elif not self._shows:
             self._name.append(token)
         return self._shows

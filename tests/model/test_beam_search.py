@@ -194,3 +194,14 @@ def test_command_rejects_options_that_would_be_ignored(
         status, _, err = run("generate", "--num-beams", 2, *option, "Mia has 8 apples.")
         assert status == 2
         assert "--num-beams is exact and deterministic" in err
+
+
+def test_long_prompts_keep_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are processed in the order in which they were given."""
+    monkeypatch.setattr("eagle_fsd.model.engine.PREFILL_CHUNK", 4)
+    pair, prompts = aligned_pair(), [prompt(20, 1), prompt(3, 2), prompt(30, 3)]
+    ids, mask = left_padded(*prompts)
+    options: dict[str, Any] = {"max_new_tokens": 8, "num_beams": 2}
+    found = pair.beam_search(ids, mask, **options).sequences[:, -8:]
+    expected = [pair.beam_search(item, **options).sequences[:, -8:] for item in prompts]
+    assert torch.equal(found, torch.cat(expected))

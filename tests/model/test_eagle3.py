@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,8 +32,10 @@ from pairs import (
 from sampling_laws import MODES, assert_target_law, generate, target_law
 from torch import Tensor
 from transformers import Gemma2Config, GPT2Config, LlamaForCausalLM, Phi3Config, Qwen3Config
+from trees import make_inputs, make_tree
 
 from eagle_fsd import EagleFSD, TreeConfig
+from eagle_fsd.model.acceptance.thresholds import divergences
 from eagle_fsd.model.divergence import DIVERGENCES, LOG_FLOOR, on_draft_vocabulary
 from eagle_fsd.model.drafters.eagle3 import Eagle3Flags, Eagle3Head, layer_config
 
@@ -246,6 +249,15 @@ def test_divergences_over_a_reduced_vocabulary() -> None:
         found = DIVERGENCES[name](*reduced)
         torch.testing.assert_close(found, DIVERGENCES[name](log_p, whole), rtol=1e-5, atol=1e-6)
         assert (found > 0.1).all()
+    # Buckets hold the unlikely tokens of the whole vocabulary.
+    for row in range(len(log_p)):
+        tree = make_tree([0, 0], [0, 6], q={0: log_q[row].exp().tolist()})
+        inputs = make_inputs(
+            replace(tree, token_ids=tokens), [log_p[row].exp().tolist()] * 2, sampled=[1, 1]
+        )
+        for name in ("top_k_js", "top_p_tv"):
+            found = divergences(inputs, name)[0, 0]
+            torch.testing.assert_close(found, DIVERGENCES[name](log_p[row], whole[row]))
     outside = 1.0 - log_p[:, tokens].exp().sum(-1)
     for name, share in (("kl_reversed", 1.0), ("js_reference", 0.25)):
         found = DIVERGENCES[name](*reduced)

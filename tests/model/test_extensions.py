@@ -73,8 +73,11 @@ def test_rules_are_equal_only_if_all_their_attributes_are() -> None:
         assert found[index].tokens == answer_alone(pair, prompt(9), 24, rule=rule)
     assert found[0].tokens != found[1].tokens == found[2].tokens
     # An evaluation resumes in another process if the description is the same.
-    setting = Method("mine", rule=MaxFuzzy(3)).describe(pair)["method"]
-    assert setting == "MaxFuzzy(limit=3)"
+    settings = [
+        Method("mine", rule=rule).describe(pair)["method"] for rule in (MaxFuzzy(3), *rules)
+    ]
+    assert settings[0] == "MaxFuzzy(limit=3)"
+    assert len(set(settings)) == 4
 
 
 @pytest.mark.parametrize(

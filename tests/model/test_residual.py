@@ -14,6 +14,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ from sampling_laws import bound
 from torch import Generator, Tensor
 from trees import first_numbers
 
-from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
+from eagle_fsd.model.acceptance import BudgetRule, ExactRule, FuzzyRule, TargetRule
+from eagle_fsd.model.acceptance.draws import DrawnRule
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
 from eagle_fsd.model.divergence import DIVERGENCES
 from eagle_fsd.model.random_numbers import Purpose
@@ -183,7 +185,8 @@ def _take_steps(
     """
     random = first_numbers(1, ROWS)
     selects = options.get("selection") == "sample"
-    sampler = Sampler(sampling, draw_from_draft=selects, block=block)
+    uniform = rule.needs_uniform
+    sampler = Sampler(sampling, draw_from_draft=selects, draw_uniform=uniform, block=block)
     config = TreeConfig(total_tokens=LENGTH + 1, depth=LENGTH - 1, top_k=1)
     size = VOCAB_SIZE if token_ids is None else len(token_ids)
     builder = TreeBuilder(config, size, "cpu", token_ids, sampler.draw_draft)
@@ -307,3 +310,25 @@ def test_fuzzy_chain_has_the_law_of_the_algorithm(
     for other in ({}, open_):  # another rule, and another fallback
         wrong = _enumerate(q, lambda chain, o=other: _fuzzy(p, q, chain, o, fallback == "exact"))
         assert _distance(found, wrong) > 2 * _bound(wrong)
+
+
+@pytest.mark.parametrize("rule", [TargetRule(acc=0.5), BudgetRule(0.1)])
+def test_raised_probabilities_are_verified_like_the_targets(rule: DrawnRule) -> None:
+    """A token sampled from ``q`` is kept with the probability ``min(1, raised / q)``."""
+    target, draft = _logits(5, 1.0)
+    p, q = _probs(target, 1.0, 0), _probs(draft, 1.0, 0)
+
+    def algorithm(chain: tuple[int, ...], raises: bool = True) -> list[tuple[float, Array]]:
+        found, reached = [], 1.0
+        for step, token in enumerate(chain):
+            here, drafted = p[chain[:step]], q[chain[:step]]
+            wanted = float(rule.raised(torch.tensor(here[token]))) if raises else here[token]
+            kept = min(1.0, wanted / drafted[token])
+            found.append((reached * (1 - kept), _normalized(np.maximum(here - drafted, 0.0))))
+            reached *= kept
+        return [*found, (reached, p[chain])]
+
+    found = _take_steps(target, draft, SamplingConfig(temperature=1.0), rule)
+    law, wrong = _enumerate(q, algorithm), _enumerate(q, partial(algorithm, raises=False))
+    assert _distance(found, law) < _bound(law)
+    assert _distance(found, wrong) > 2 * _bound(wrong)

@@ -130,8 +130,8 @@ class BoundedServer(uvicorn.Server):
             if self.queue.stalled:
                 seconds = self.queue.stall_timeout
                 message = f"decoding has stalled: a step takes more than {seconds:g} s"
-                log.error(message)
-                self.queue.abort(message)
+                if self.queue.abort(message):
+                    log.error(message)
             self.should_exit = self.should_exit or self.queue.failed
         return await super().on_tick(counter)
 

@@ -36,6 +36,13 @@ class DrawnRule(AcceptanceRule, ABC):
         if inputs.uniform is None:  # greedy
             stands = raised >= inputs.peak.exp().gather(1, tree.parents)
             return accepted & (exact | stands)
+        if tree.sampled:  # the sample is the drafted token with the probability min(1, p / q)
+            assert inputs.warped_draft is not None
+            rows = tree.draft_rows.gather(1, tree.parents).clamp_min(0)
+            drafted = inputs.warped_draft.log_prob(rows, tree.tokens).exp()
+            kept, wanted = ((law / drafted).clamp_max(1.0) for law in (probs, raised))
+            u = inputs.uniform.gather(1, tree.parents)
+            return accepted & (exact | (u * (1.0 - kept) < wanted - kept))
         index = torch.arange(tree.size, device=probs.device)
         siblings = (tree.parents[:, :, None] == tree.parents[:, None, :]) & (index > 0)
         up_to = siblings & (index <= index[:, None])  # [B, i, j]: j is i or a sibling before it

@@ -55,11 +55,14 @@ def divergences(inputs: VerificationInputs, name: str, warped: bool = False) -> 
 
 def _compute(inputs: VerificationInputs, nodes: Tensor, name: str, warped: bool) -> Tensor:
     """Compute the divergence ``[B, Q]`` at nodes ``[B, Q]``."""
-    values = []
+    values, token_ids = [], inputs.tree.token_ids
+    name = DIVERGENCE_ALIASES.get(name, name)
     for log_p, log_q in inputs.pairs(nodes, warped):
-        if inputs.tree.token_ids is not None:
-            log_p, log_q = on_draft_vocabulary(log_p, log_q, inputs.tree.token_ids)
-        values.append(DIVERGENCES[DIVERGENCE_ALIASES.get(name, name)](log_p, log_q))
+        if token_ids is not None and name.startswith(("top_k_", "top_p_")):  # buckets of all tokens
+            log_q = torch.full_like(log_p, -torch.inf).index_copy_(-1, token_ids, log_q)
+        elif token_ids is not None:
+            log_p, log_q = on_draft_vocabulary(log_p, log_q, token_ids)
+        values.append(DIVERGENCES[name](log_p, log_q))
     return torch.cat(values).view_as(nodes)
 
 

@@ -60,7 +60,7 @@ class DraftHead(nn.Module, LevelDrafter):
             )
         self._target = target  # not a module, so its parameters are not registered here
         self.renew()
-        return self.to(target.device)
+        return self if self.device == target.device else self.to(target.device)
 
     @property
     def network(self) -> Self:
