@@ -40,39 +40,14 @@ class RelaxedSamplerV2(RejectionSampler):
         sampler.__class__ = cls
         sampler.verifier = ChainVerifier(rule, log)
 
-    def _verify(
-        self,
-        logits: Tensor,
-        draft_logits: Tensor | None,
-        draft_sampled: Tensor,
-        pos: Tensor,
-        cu_num_logits: Tensor,
-        idx_mapping: Tensor,
-        idx_mapping_np: np.ndarray,
-        expanded_idx_mapping: Tensor,
-        expanded_local_pos: Tensor,
-        seq_lens_upper_bound_np: np.ndarray,
-        verify_draft_sampled: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Verify a chunk, given raw logits ``[R, V]`` and the draft's ``[S, K, V]``.
+    def _verify(self, logits: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Verify a chunk, given raw logits ``[R, V]`` and vLLM's other arguments.
 
-        ``draft_sampled`` ``[R]`` is the token before each row, which ``verify_draft_sampled``
-        replaces by -1 if it must not be accepted. ``pos`` ``[R]`` is its position.
+        Among these, ``draft_logits`` are ``[S, K, V]``, ``drafted`` ``[R]`` are the tokens before
+        the rows, -1 if they must not be accepted, and ``pos`` ``[R]`` their positions.
         """
-        verify = functools.partial(
-            super()._verify,
-            logits,
-            draft_logits,
-            draft_sampled,
-            pos,
-            cu_num_logits,
-            idx_mapping,
-            idx_mapping_np,
-            expanded_idx_mapping,
-            expanded_local_pos,
-            seq_lens_upper_bound_np,
-            verify_draft_sampled,
-        )
+        verify = functools.partial(super()._verify, logits, *args)
+        draft_logits, _, pos, cu_num_logits, idx_mapping, idx_mapping_np, _, _, _, drafted = args
         total = len(logits) - len(idx_mapping)
         if not total:
             return verify()
@@ -83,7 +58,7 @@ class RelaxedSamplerV2(RejectionSampler):
         if reads_draft(self.verifier.rule):
             assert draft_logits is not None  # checked when vLLM starts
             own = draft_logits[idx_mapping[layout.rows], layout.nodes - 1].float()
-        tree = layout.tree(verify_draft_sampled[rows + 1], own)
+        tree = layout.tree(drafted[rows + 1], own)
         state = None
         if self.verifier.rule.state_size:
             state = self._state(pos[cu_num_logits[:-1].long()], idx_mapping, idx_mapping_np)
