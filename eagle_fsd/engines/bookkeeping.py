@@ -19,31 +19,6 @@ from eagle_fsd.model.verify import AcceptanceRule, Origin, Verification, Verific
 REPORT_INTERVAL = 60.0
 
 
-class Counter:
-    """Count tokens on the device, and log the counts once a minute."""
-
-    def __init__(self, log: logging.Logger) -> None:
-        self._log = log
-        self._counts: Tensor | None = None
-        self._reported = time.monotonic()
-
-    def add(self, origins: Tensor) -> None:
-        """Add tokens, given their :class:`Origin` as int64 of any shape."""
-        if self._counts is None:
-            self._counts = origins.new_zeros(len(Origin))
-        self._counts.scatter_add_(0, origins.flatten(), torch.ones_like(origins).flatten())
-        if time.monotonic() - self._reported >= REPORT_INTERVAL:
-            self.report()
-
-    def report(self) -> None:
-        """Log the counts since the last report; this waits for the device."""
-        if self._counts is not None:
-            counts = self._counts.tolist()
-            found, total = counts[Origin.FUZZY], sum(counts) - counts[Origin.PADDING]
-            self._log.info("eagle_fsd: the rule accepted %d of %d tokens", found, total)
-        self._counts, self._reported = None, time.monotonic()
-
-
 class RuleStates:
     """The state of a rule for every request, on the device, from one step to the next."""
 
@@ -92,11 +67,29 @@ class EngineRule:
 
     def __init__(self, rule: AcceptanceRule, log: logging.Logger) -> None:
         self.rule = rule
-        self.counter = Counter(log)
         self.states = RuleStates(rule)
+        self._log = log
+        self._counts: Tensor | None = None  # of each Origin, on the device
+        self._reported = time.monotonic()
 
     def record(self, inputs: VerificationInputs, found: Verification, kept: bool) -> None:
         """Count the tokens of a step and, if they are ``kept``, advance the rule's states."""
-        self.counter.add(found.origins)
+        self.count(found.origins)
         if kept:
             self.states.store(self.rule.advance(inputs, found))
+
+    def count(self, origins: Tensor) -> None:
+        """Count tokens, given their :class:`Origin` as int64 of any shape; log once a minute."""
+        if self._counts is None:
+            self._counts = origins.new_zeros(len(Origin))
+        self._counts.scatter_add_(0, origins.flatten(), torch.ones_like(origins).flatten())
+        if time.monotonic() - self._reported >= REPORT_INTERVAL:
+            self.report()
+
+    def report(self) -> None:
+        """Log the counts since the last report; this waits for the device."""
+        if self._counts is not None:
+            counts = self._counts.tolist()
+            found, total = counts[Origin.FUZZY], sum(counts) - counts[Origin.PADDING]
+            self._log.info("eagle_fsd: the rule accepted %d of %d tokens", found, total)
+        self._counts, self._reported = None, time.monotonic()

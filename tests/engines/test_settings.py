@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eagle_fsd import AcceptanceConfig, OptionsError, Origin
 from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_HEAD, BUNDLED_TARGET
-from eagle_fsd.engines.bookkeeping import Counter, RuleStates
+from eagle_fsd.engines.bookkeeping import EngineRule, RuleStates
 from eagle_fsd.engines.settings import (
     check_weights,
     describe,
@@ -99,12 +99,12 @@ def test_states_follow_requests() -> None:
 
 
 def test_accepted_tokens_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    counter = Counter(logging.getLogger("test"))
+    rule = EngineRule(rule_for(AcceptanceConfig()), logging.getLogger("test"))
     with caplog.at_level("INFO"):
-        counter.add(torch.tensor([[Origin.FUZZY, Origin.FUZZY, Origin.TARGET, Origin.PADDING]]))
-        counter.add(torch.tensor([[Origin.FUZZY, Origin.TARGET], [Origin.EXACT, Origin.TARGET]]))
-        counter.report()
-        counter.report()
+        rule.count(torch.tensor([[Origin.FUZZY, Origin.FUZZY, Origin.TARGET, Origin.PADDING]]))
+        rule.count(torch.tensor([[Origin.FUZZY, Origin.TARGET], [Origin.EXACT, Origin.TARGET]]))
+        rule.report()
+        rule.report()
     assert caplog.messages == ["eagle_fsd: the rule accepted 3 of 7 tokens"]
 
 
