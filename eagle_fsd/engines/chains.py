@@ -27,7 +27,6 @@ from eagle_fsd.model.verify import (
     VerificationInputs,
     accepted_edges,
 )
-from eagle_fsd.model.vocabulary import Distributions, arg_max
 
 #: A sample that no token equals.
 UNKNOWN = -1
@@ -102,45 +101,26 @@ class Layout:
 
 
 def acceptance(
-    rule: AcceptanceRule,
-    tree: DraftTree,
-    raw: Distributions,
-    processed: Distributions,
-    warped: Distributions,
-    greedy: Tensor | None,
-    state: Tensor | None,
-) -> tuple[VerificationInputs, Tensor]:
+    rule: AcceptanceRule, inputs: VerificationInputs, greedy: Tensor | None = None
+) -> Tensor:
     """Apply a rule to chains, before the engine draws the target's samples.
 
-    ``raw``, ``processed`` and ``warped`` are those of
-    :class:`~eagle_fsd.model.verify.VerificationInputs`, ``greedy`` ``[B]`` marks requests at
-    temperature 0 (None: all are), and ``state`` is ``[B, W]``.
+    ``inputs.sampled`` are the most likely tokens; those of requests that are not ``greedy`` ``[B]``
+    (None: all are) become :data:`UNKNOWN`, in place.
 
-    Returns:
-        What was verified, in which a greedy request's most likely tokens are exact, and none of a
-        sampled request; and ``[B, N]`` the least probability with which the engine must accept each
-        drafted token, 0 to leave the decision to the engine: bool if there are only 0 and 1.
+    Returns ``[B, N]`` the least probability with which the engine must accept each drafted token, 0
+    to leave the decision to the engine: bool if there are only 0 and 1.
     """
-    sampled = arg_max(processed.logits)
     if greedy is not None:
-        sampled = torch.where(greedy[:, None], sampled, UNKNOWN)
-    inputs = VerificationInputs(
-        tree,
-        raw=raw,
-        processed=processed,
-        warped=warped,
-        warped_draft=None,
-        sampled=sampled,
-        state=state,
-    )
+        inputs.sampled = torch.where(greedy[:, None], inputs.sampled, UNKNOWN)
     least = accepted_edges(inputs, rule)[2]
     inner = innermost(rule)
     if isinstance(inner, BudgetRule) and greedy is not None:  # sampled requests: at random
-        parents, tokens = tree.parents, tree.tokens
+        parents, tokens = inputs.tree.parents, inputs.tree.tokens
         admitted = rule.admits(inputs, parents, tokens) & inputs.supported(parents, tokens)
-        raised = inner.raised(warped.log_prob(parents, tokens).exp())
+        raised = inner.raised(inputs.warped.log_prob(parents, tokens).exp())
         least = torch.where(greedy[:, None], least.float(), torch.where(admitted, raised, 0.0))
-    return inputs, least * (tree.depths > 0)
+    return least * (inputs.tree.depths > 0)
 
 
 def raise_probability(logits: Tensor, tokens: Tensor, least: Tensor, greedy: bool = False) -> None:
@@ -191,29 +171,19 @@ class ChainVerifier(EngineRule):
     _step: tuple[VerificationInputs, Tensor, bool] | None = None
 
     def relax(
-        self,
-        logits: Tensor,
-        layout: Layout,
-        tree: DraftTree,
-        raw: Distributions,
-        processed: Distributions,
-        warped: Distributions,
-        greedy: Tensor | None,
-        state: Tensor | None,
+        self, logits: Tensor, layout: Layout, inputs: VerificationInputs, greedy: Tensor | None
     ) -> None:
         """Raise the probabilities of the tokens that the rule accepts, in place.
 
-        ``logits`` ``[T, V]`` are those that the engine verifies; for the other arguments see
+        ``logits`` ``[T, V]`` are those that the engine verifies; for ``inputs`` and ``greedy`` see
         :func:`acceptance`. Without a state, as in an engine's warm-up, it is that of new requests,
         and is not kept. If all requests are greedy, the other logits of a row are left as they are.
         """
-        kept = state is not None
-        if state is None and self.rule.state_size:
-            state = raw.peak.new_zeros(len(tree.tokens), self.rule.state_size)
-        inputs, least = acceptance(
-            self.rule, tree, raw=raw, processed=processed, warped=warped, greedy=greedy, state=state
-        )
-        tokens, flat = (item[layout.rows, layout.nodes] for item in (tree.tokens, least))
+        kept = inputs.state is not None
+        if inputs.state is None and self.rule.state_size:
+            inputs.state = inputs.raw.peak.new_zeros(len(inputs.sampled), self.rule.state_size)
+        least = acceptance(self.rule, inputs, greedy)
+        tokens, flat = (item[layout.rows, layout.nodes] for item in (inputs.tree.tokens, least))
         raise_probability(logits, tokens, flat, greedy=greedy is None)
         self._step = inputs, least > 0, kept
 

@@ -51,6 +51,11 @@ def chain(tokens: Tensor, draft: Tensor) -> DraftTree:
     )
 
 
+def inputs_of(tree: DraftTree, logits: Tensor, state: Tensor | None = None) -> VerificationInputs:
+    """The inputs of a greedy verification, with the target's logits ``[B, N, V]``."""
+    return replace(Sampler(SamplingConfig())(tree, logits), state=state)
+
+
 @settings(max_examples=60)
 @given(
     counts=st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any),
@@ -71,9 +76,9 @@ def test_greedy_requests_accept_what_the_library_accepts(
     states = state if rule.state_size else None
 
     layout = Layout.of(torch.tensor(counts).cumsum(0), total, longest)
-    laws = Distributions.of(logits[layout.index])
     greedy = torch.ones(len(counts), dtype=torch.bool) if seed % 2 else None
-    inputs, least = acceptance(rule, layout.tree(tokens, draft), laws, laws, laws, greedy, states)
+    inputs = inputs_of(layout.tree(tokens, draft), logits[layout.index], states)
+    least = acceptance(rule, inputs, greedy)
     changed, least_at = logits.clone(), least[layout.rows, layout.nodes]
     raise_probability(changed, tokens, least_at, greedy=greedy is None)
     choice = changed.argmax(-1)
@@ -88,10 +93,8 @@ def test_greedy_requests_accept_what_the_library_accepts(
             continue
         # The library verifies the chain alone; the target's distribution after it does not matter.
         own = chain(tokens[part], draft[part])
-        alone = Sampler(SamplingConfig(temperature=0.0))(
-            own, torch.cat([logits[part], logits[part][-1:]])[None]
-        )
-        alone.state = None if states is None else states[row : row + 1]
+        before = None if states is None else states[row : row + 1]
+        alone = inputs_of(own, torch.cat([logits[part], logits[part][-1:]])[None], before)
         kept = verify(alone, rule)
         run = int((choice[part] == tokens[part]).long().cumprod(0).sum())
         assert run == int(kept.count) - 1
@@ -130,22 +133,19 @@ def test_sampled_requests_leave_exact_tokens_to_the_engine() -> None:
     """Only what the rule accepts is certain; a rule that accepts at random raises probabilities."""
     logits = torch.tensor([[2.0, 1.9, -5.0], [2.0, 1.9, -5.0], [2.0, 1.9, -5.0]])
     tokens, layout = torch.tensor([0, 1, 2]), Layout.of(torch.tensor([1, 2, 3]), 3, 1)
-    laws = Distributions.of(logits[layout.index])
     sampled = torch.zeros(3, dtype=torch.bool)
 
     def certain(rule: AcceptanceRule, state: Tensor | None = None) -> list[float]:
-        least = acceptance(rule, layout.tree(tokens), laws, laws, laws, sampled, state)[1]
-        return least[:, 1].tolist()
+        inputs = inputs_of(layout.tree(tokens), logits[layout.index], state)
+        return acceptance(rule, inputs, sampled)[:, 1].tolist()
 
     assert certain(rule_for(AcceptanceConfig())) == [0.0, 0.0, 0.0]
     assert certain(RULES["top-ratio"]) == [1.0, 1.0, 0.0]
     budget = BudgetRule(0.02)
     expected = budget.raised(logits[0].softmax(-1)).tolist()
     assert torch.tensor(certain(budget)).allclose(torch.tensor(expected))
-    placeholders = layout.tree(torch.tensor([0, -1, 0]))
-    greedy = torch.ones(3, dtype=torch.bool)
-    least = acceptance(RULES["top-gap"], placeholders, laws, laws, laws, greedy, None)[1]
-    assert least[:, 1].tolist() == [1.0, 0.0, 1.0]
+    placeholders = inputs_of(layout.tree(torch.tensor([0, -1, 0])), logits[layout.index])
+    assert acceptance(RULES["top-gap"], placeholders)[:, 1].tolist() == [True, False, True]
     late = torch.tensor([[0.0], [5.0], [5.0]])
     assert certain(DelayedRule(RULES["top-ratio"], 4), late) == [0.0, 1.0, 0.0]
 
@@ -160,11 +160,11 @@ def test_the_host_reads_nothing() -> None:
         greedy = torch.ones(2, dtype=torch.bool)
         for _ in range(2):
             with host_reads() as found:
-                laws = Distributions.of(logits[layout.index])
                 state = None
                 if verifier.rule.state_size:
                     state = verifier.states.of(["a", "b"], lambda: torch.zeros(2), CPU)
-                verifier.relax(logits.clone(), layout, tree, laws, laws, laws, greedy, state)
+                inputs = inputs_of(tree, logits[layout.index], state)
+                verifier.relax(logits.clone(), layout, inputs, greedy)
                 verifier.finish(torch.tensor([[1, 2, -1, -1], [3, -1, -1, -1]]))
             # On a CPU, divergences read the number of nodes that have one.
             assert found == ["_local_scalar_dense"] * reads_draft(verifier.rule), config.label
@@ -186,9 +186,8 @@ def test_raised_probabilities() -> None:
 def test_origins_of_a_sampled_request() -> None:
     """Tokens that the rule accepted are fuzzy, and the last one is the target's."""
     layout = Layout.of(torch.tensor([2]), 2, 2)
-    laws = Distributions.of(torch.zeros(2, 3)[layout.index])
-    tree, row = layout.tree(torch.tensor([1, 2])), torch.zeros(1, dtype=torch.bool)
-    inputs, _ = acceptance(rule_for(AcceptanceConfig()), tree, laws, laws, laws, row, None)
+    inputs = inputs_of(layout.tree(torch.tensor([1, 2])), torch.zeros(2, 3)[layout.index])
+    acceptance(rule_for(AcceptanceConfig()), inputs, greedy=torch.zeros(1, dtype=torch.bool))
     by_rule = torch.tensor([[False, True, False]])
     found = emitted(inputs, torch.tensor([[1, 2, 0]]), by_rule)
     assert found.origins.tolist() == [[Origin.FUZZY, Origin.EXACT, Origin.TARGET]]

@@ -23,8 +23,8 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from eagle_fsd.engines.chains import ChainVerifier, Layout
-from eagle_fsd.model.verify import AcceptanceRule
-from eagle_fsd.model.vocabulary import Distributions
+from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs
+from eagle_fsd.model.vocabulary import Distributions, arg_max
 
 log = logging.getLogger("vllm.eagle_fsd")
 
@@ -81,17 +81,16 @@ class RelaxedSampler(RejectionSampler):
         if not sampling_metadata.all_greedy:
             greedy = sampling_metadata.temperature == 0.0
             warped = Distributions.of(_warped(logits, layout.rows, sampling_metadata)[layout.index])
-        tree = layout.tree(metadata.draft_token_ids, self.draft_logits)
-        self.verifier.relax(
-            logits,
-            layout,
-            tree,
+        inputs = VerificationInputs(
+            tree=layout.tree(metadata.draft_token_ids, self.draft_logits),
             raw=raw,
             processed=processed,
             warped=warped,
-            greedy=greedy,
+            warped_draft=None,
+            sampled=arg_max(processed.logits),
             state=self.state,
         )
+        self.verifier.relax(logits, layout, inputs, greedy)
         return logits
 
     def _raw_distributions(self, logits: Tensor, layout: Layout) -> Distributions:

@@ -24,8 +24,8 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from eagle_fsd.engines.chains import ChainVerifier, Layout
 from eagle_fsd.engines.settings import reads_draft, rule_of
 from eagle_fsd.engines.vllm.sampler import log
-from eagle_fsd.model.verify import AcceptanceRule
-from eagle_fsd.model.vocabulary import Distributions
+from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs
+from eagle_fsd.model.vocabulary import Distributions, arg_max
 from eagle_fsd.utils.options import OptionsError
 
 
@@ -78,17 +78,17 @@ class RelaxedSamplerV2(RejectionSampler):
             warped = process(values, *args)
             raw = at_nodes(values)
             processed = at_nodes(unscaled[0]) if unscaled else raw
-            target = warped[rows].float()
-            self.verifier.relax(
-                target,
-                layout,
+            inputs = VerificationInputs(
                 tree,
                 raw=raw,
                 processed=processed,
                 warped=processed if warped is values else at_nodes(warped),
-                greedy=sampling.temperature.gpu[idx_mapping] == 0.0,
+                warped_draft=None,
+                sampled=arg_max(processed.logits),
                 state=state,
             )
+            target, greedy = warped[rows].float(), sampling.temperature.gpu[idx_mapping] == 0.0
+            self.verifier.relax(target, layout, inputs, greedy)
             return warped.float().index_copy(0, rows, target)
 
         # Both are called by vLLM's method only, and are methods again afterwards.

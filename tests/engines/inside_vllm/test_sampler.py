@@ -23,14 +23,15 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from eagle_fsd import AcceptanceConfig, OptionsError
-from eagle_fsd.engines.chains import Layout, acceptance
+from eagle_fsd.engines.chains import Layout
 from eagle_fsd.engines.settings import check_version
 from eagle_fsd.engines.vllm import patches, register
 from eagle_fsd.engines.vllm.runner import prepare
 from eagle_fsd.engines.vllm.sampler import RelaxedSampler
 from eagle_fsd.model.acceptance import rule_for
+from eagle_fsd.model.config import SamplingConfig
+from eagle_fsd.model.sampling import Sampler as TreeSampler
 from eagle_fsd.model.verify import verify
-from eagle_fsd.model.vocabulary import Distributions
 
 current_platform.register_triton_kernel_overrides()  # as a worker does
 VOCABULARY = 32
@@ -119,11 +120,9 @@ def test_greedy_batches_accept_the_library_s_tokens(rule: str) -> None:
         plain = RejectionSampler(Sampler())(metadata, None, logits.clone(), sampling([0.0] * 4))
         total = len(metadata.draft_token_ids)
         layout = Layout.of(metadata.cu_num_draft_tokens, total, metadata.max_spec_len)
-        laws = Distributions.of(logits[metadata.target_logits_indices.long()][layout.index])
+        at_nodes = logits[metadata.target_logits_indices.long()][layout.index]
         tree = layout.tree(metadata.draft_token_ids)
-        greedy = torch.ones(4, dtype=torch.bool)
-        inputs, _ = acceptance(rule_for(config), tree, laws, laws, laws, greedy, None)
-        kept = verify(inputs, rule_for(config))
+        kept = verify(TreeSampler(SamplingConfig())(tree, at_nodes), rule_for(config))
         count = (found >= 0).sum(1)
         assert count.tolist() == kept.count.tolist()
         for row, length in enumerate(count.tolist()):

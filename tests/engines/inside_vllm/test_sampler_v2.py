@@ -20,10 +20,11 @@ pytest.importorskip("vllm", reason="needs vLLM; run make engines")
 from vllm import triton_utils
 
 from eagle_fsd import AcceptanceConfig
-from eagle_fsd.engines.chains import Layout, acceptance
+from eagle_fsd.engines.chains import Layout
 from eagle_fsd.model.acceptance import rule_for
+from eagle_fsd.model.config import SamplingConfig
+from eagle_fsd.model.sampling import Sampler as TreeSampler
 from eagle_fsd.model.verify import verify
-from eagle_fsd.model.vocabulary import Distributions
 
 # Without a GPU, vLLM replaces Triton by placeholders.
 with pytest.MonkeyPatch.context() as patch:
@@ -192,12 +193,10 @@ def test_greedy_chunks_accept_the_library_s_tokens(config: AcceptanceConfig) -> 
         assert torch.equal(logits, chunk.logits)  # of which vLLM reports log-probabilities
         exact, _ = chunk.verified(sampler_of(None, plain([0.0] * 4)))
         layout = Layout.of(torch.tensor(chunk.counts).cumsum(0), len(chunk.targets), CHAIN)
-        laws = Distributions.of(chunk.logits[chunk.targets][layout.index])
+        at_nodes = chunk.logits[chunk.targets][layout.index]
         own = chunk.draft[chunk.rows[chunk.targets], chunk.local[chunk.targets]]
         tree = layout.tree(chunk.drafted[chunk.targets + 1], own)
-        greedy = torch.ones(4, dtype=torch.bool)
-        inputs, _ = acceptance(rule, tree, laws, laws, laws, greedy, None)
-        kept = verify(inputs, rule)
+        kept = verify(TreeSampler(SamplingConfig())(tree, at_nodes), rule)
         assert [len(tokens) for tokens in found] == kept.count.tolist()
         for row, tokens in enumerate(found):
             assert tokens[:-1] == kept.tokens[row, : len(tokens) - 1].tolist()
