@@ -11,7 +11,7 @@ nodes of a chain, ``T`` drafted tokens of all requests, ``V`` vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,17 +41,13 @@ class Layout:
         nodes: ``[T]`` its node in the request's tree, from 1.
         index: ``[B, N]`` the flattened token that is verified at each node; at a leaf, and at
             padding, another one of the batch.
-        parents: ``[B, N]``, as ``depths``, ``ancestors`` and ``draft_rows`` those of the trees, see
-            :class:`DraftTree`.
+        shape: The trees, without tokens and distributions.
     """
 
     rows: Tensor
     nodes: Tensor
     index: Tensor
-    parents: Tensor
-    depths: Tensor
-    ancestors: Tensor
-    draft_rows: Tensor
+    shape: DraftTree
 
     @classmethod
     def of(cls, ends: Tensor, total: int, longest: int) -> Layout:
@@ -66,15 +62,16 @@ class Layout:
         index = torch.minimum(starts[:, None] + steps, ends[:, None] - 1).clamp(0, total - 1)
         real = steps <= counts[:, None]
         chain = steps[:, None] >= steps
-        return cls(
-            rows,
-            flat - starts[rows] + 1,
-            index,
+        shape = DraftTree(
+            tokens=torch.empty_like(index),
             parents=torch.where(real, (steps - 1).clamp_min(0), steps),
             depths=torch.where(real, steps, 0),
             ancestors=torch.where(real[:, :, None], chain, steps[:, None] == steps),
             draft_rows=torch.where(steps < counts[:, None], steps, -1),
+            draft_log_probs=ends.new_empty(len(ends), 0, 0, dtype=torch.float32),
+            max_depth=longest,
         )
+        return cls(rows, flat - starts[rows] + 1, index, shape)
 
     def tree(self, tokens: Tensor, draft_logits: Tensor | None = None) -> DraftTree:
         """Return the chains as trees, given drafted tokens ``[T]``.
@@ -84,20 +81,11 @@ class Layout:
         token of the root is unknown, and set to 0.
         """
         chain = torch.nn.functional.pad(tokens.long()[self.index[:, :-1]], (1, 0))
+        depths = self.shape.depths * (chain >= 0).cumprod(1)
+        tree = replace(self.shape, tokens=chain.clamp_min(0), depths=depths)
         if draft_logits is None:
-            draft_rows = torch.full_like(self.draft_rows, -1)
-            log_probs = tokens.new_empty(len(chain), 0, 0, dtype=torch.float32)
-        else:
-            draft_rows, log_probs = self.draft_rows, draft_logits.log_softmax(-1)[self.index]
-        return DraftTree(
-            tokens=chain.clamp_min(0),
-            parents=self.parents,
-            depths=self.depths * (chain >= 0).cumprod(1),
-            ancestors=self.ancestors,
-            draft_rows=draft_rows,
-            draft_log_probs=log_probs,
-            max_depth=chain.shape[1] - 1,
-        )
+            return replace(tree, draft_rows=torch.full_like(chain, -1))
+        return replace(tree, draft_log_probs=draft_logits.log_softmax(-1)[self.index])
 
 
 def acceptance(
