@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -121,10 +122,19 @@ class RelaxedSample:
         )
         if batch.forward_mode.is_idle() or watermarked:
             return original(verify_input, batch, logits_output, grammar_mask, *args, **kwargs)
-        mask = _RelaxedMask(self, verify_input, batch, grammar_mask)
+        processed: list[Tensor] = []
+
+        def apply(logits: Tensor) -> None:
+            if grammar_mask is not None:
+                grammar_mask.apply(logits)
+            if batch.return_logprob:
+                processed.append(logits.clone())
+            self.relax(logits, verify_input, batch)
+
+        mask = SimpleNamespace(apply=apply)
         output = original(verify_input, batch, logits_output, mask, *args, **kwargs)
-        if mask.processed is not None:  # SGLang reads log-probabilities from the logits
-            logits_output.next_token_logits.copy_(mask.processed)
+        if processed:  # SGLang reads log-probabilities from the logits
+            logits_output.next_token_logits.copy_(processed[0])
         return output
 
     def relax(self, logits: Tensor, verify_input: Any, batch: Any) -> None:
@@ -155,19 +165,3 @@ class RelaxedSample:
         self.verifier(
             logits, verify_input.retrieve_index.long(), tree, sampling=sampling, state=state
         )
-
-
-class _RelaxedMask:
-    """A grammar's mask, or none, and the rule after it."""
-
-    def __init__(self, sample: RelaxedSample, verify_input: Any, batch: Any, mask: Any) -> None:
-        self.sample, self.verify_input, self.batch, self.mask = sample, verify_input, batch, mask
-        self.processed: Tensor | None = None
-
-    def apply(self, logits: Tensor) -> None:
-        """Mask logits ``[B * N, V]``, then apply the rule, in place."""
-        if self.mask is not None:
-            self.mask.apply(logits)
-        if self.batch.return_logprob:
-            self.processed = logits.clone()
-        self.sample.relax(logits, self.verify_input, self.batch)
