@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,37 +64,28 @@ def install(settings: Settings) -> None:
             " needs them or a random number of its own: set another rule"
         )
     check_version("SGLang", sglang_version, VERSION)
-    for path, hook, kind in (
-        (EAGLE_SAMPLE, RelaxedSample(rule), HookType.AROUND),
-        (CHECK_ARGUMENTS, ArgumentCheck(settings), HookType.AFTER),
-    ):
-        HookRegistry.register(path, hook, kind)
+    HookRegistry.register(EAGLE_SAMPLE, RelaxedSample(rule), HookType.AROUND)
+    HookRegistry.register(CHECK_ARGUMENTS, partial(check_arguments, settings), HookType.AFTER)
 
 
-class ArgumentCheck:
-    """Refuse arguments of a server under which the settings would have no or another effect."""
+def check_arguments(settings: Settings, result: None, server: Any) -> None:
+    """Refuse arguments of a server under which the settings would have no or another effect.
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-
-    def __call__(self, result: None, server: Any) -> None:
-        """Check the arguments of a server, after SGLang's own check; raises ``OptionsError``."""
-        arguments = resolved_view(server)
-        algorithm = arguments.speculative_algorithm
-        if algorithm not in ALGORITHMS:
-            raise OptionsError(
-                f"settings for eagle_fsd need --speculative-algorithm {', '.join(ALGORITHMS[:-1])}"
-                f" or {ALGORITHMS[-1]}; got {algorithm}"
-            )
-        for name, default in DEFAULTS.items():
-            if (value := getattr(arguments, name)) != default:
-                raise OptionsError(f"eagle_fsd needs {name} {default}; got {value}")
-        folders = {
-            "target": arguments.model_path,
-            "drafter": arguments.speculative_draft_model_path or algorithm,
-        }
-        check_weights(self.settings, folders, log)
-        log.info("%s", describe(self.settings, "SGLang"))
+    Called after SGLang's own check, with its ``result``. Raises ``OptionsError``.
+    """
+    arguments = resolved_view(server)
+    algorithm = arguments.speculative_algorithm
+    if algorithm not in ALGORITHMS:
+        raise OptionsError(
+            f"settings for eagle_fsd need --speculative-algorithm {', '.join(ALGORITHMS[:-1])}"
+            f" or {ALGORITHMS[-1]}; got {algorithm}"
+        )
+    for name, default in DEFAULTS.items():
+        if (value := getattr(arguments, name)) != default:
+            raise OptionsError(f"eagle_fsd needs {name} {default}; got {value}")
+    drafter = arguments.speculative_draft_model_path or algorithm
+    check_weights(settings, {"target": arguments.model_path, "drafter": drafter}, log)
+    log.info("%s", describe(settings, "SGLang"))
 
 
 class RelaxedSample:
