@@ -160,12 +160,13 @@ class ChainVerifier(EngineRule):
 
     def relax(
         self, logits: Tensor, layout: Layout, inputs: VerificationInputs, greedy: Tensor | None
-    ) -> None:
+    ) -> Tensor:
         """Raise the probabilities of the tokens that the rule accepts, in place.
 
-        ``logits`` ``[T, V]`` are those that the engine verifies; for ``inputs`` and ``greedy`` see
-        :func:`acceptance`. Without a state, as in an engine's warm-up, it is that of new requests,
-        and is not kept. If all requests are greedy, the other logits of a row are left as they are.
+        ``logits`` ``[T, V]`` are those that the engine samples from, after temperature, top-k and
+        top-p; for ``inputs`` and ``greedy`` see :func:`acceptance`. Without a state, as in an
+        engine's warm-up, it is that of new requests, and is not kept. If all requests are greedy,
+        the other logits of a row are left as they are. Returns ``[T]`` bool: the rows that changed.
         """
         kept = inputs.state is not None
         if inputs.state is None and self.rule.state_size:
@@ -174,6 +175,7 @@ class ChainVerifier(EngineRule):
         tokens, flat = (item[layout.rows, layout.nodes] for item in (inputs.tree.tokens, least))
         raise_probability(logits, tokens, flat, greedy=greedy is None)
         self._step = inputs, least > 0, kept
+        return flat > 0
 
     def finish(self, tokens: Tensor) -> None:
         """Count the tokens ``[B, N]`` that the engine emitted, negative where there are none.

@@ -77,10 +77,11 @@ class RelaxedSampler(RejectionSampler):
         raw = self._raw_distributions(logits, layout)
         logits = process(logits, sampling_metadata, metadata)
         processed = raw if _untouched(sampling_metadata) else Distributions.of(logits[layout.index])
-        warped, greedy = processed, None
+        warped, greedy, target = processed, None, logits
         if not sampling_metadata.all_greedy:
             greedy = sampling_metadata.temperature == 0.0
-            warped = Distributions.of(_warped(logits, layout.rows, sampling_metadata)[layout.index])
+            target = _warped(logits, layout.rows, sampling_metadata)
+            warped = Distributions.of(target[layout.index])
         inputs = VerificationInputs(
             tree=layout.tree(metadata.draft_token_ids, self.draft_logits),
             raw=raw,
@@ -90,7 +91,11 @@ class RelaxedSampler(RejectionSampler):
             sampled=arg_max(processed.logits),
             state=self.state,
         )
-        self.verifier.relax(logits, layout, inputs, greedy)
+        raised = self.verifier.relax(target, layout, inputs, greedy)
+        if target is not logits:  # vLLM divides by the temperature next
+            scale = sampling_metadata.temperature[layout.rows, None]
+            scale = torch.where(scale == 0.0, 1.0, scale)
+            logits = torch.where(raised[:, None], target * scale, logits)
         return logits
 
     def _raw_distributions(self, logits: Tensor, layout: Layout) -> Distributions:

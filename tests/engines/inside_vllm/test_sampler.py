@@ -28,7 +28,7 @@ from eagle_fsd.engines.settings import check_version
 from eagle_fsd.engines.vllm import patches, register
 from eagle_fsd.engines.vllm.runner import prepare
 from eagle_fsd.engines.vllm.sampler import RelaxedSampler
-from eagle_fsd.model.acceptance import rule_for
+from eagle_fsd.model.acceptance import BudgetRule, rule_for
 from eagle_fsd.model.config import SamplingConfig
 from eagle_fsd.model.sampling import Sampler as TreeSampler
 from eagle_fsd.model.verify import verify
@@ -239,6 +239,27 @@ def test_sampled_batches_keep_the_target_s_distribution_where_nothing_is_relaxed
         found = sampler(metadata, None, logits.clone(), sampling([1.0] * 4000)).sampled_token_ids
         counts += found[:, 0].long().bincount(minlength=VOCABULARY)
     assert (counts / 40000 - logits[0].softmax(-1)).abs().max() < 0.0155
+
+
+def test_budget_raises_probabilities_after_the_temperature() -> None:
+    """The share of 20,000 samples that accept the drafted token is the raised probability.
+
+    A share is off by more than 0.02 with a probability of 2e-7 (Hoeffding's bound).
+    """
+    rule, temperature = BudgetRule(), 0.7
+    metadata, logits = batch([1] * 4000, 3)
+    logits = logits[:2].repeat(4000, 1)
+    token = int(logits[0].topk(2).indices[1])
+    metadata.draft_token_ids.fill_(token)
+    sampler, accepted = relaxed(AcceptanceConfig(rule="budget")), 0
+    torch.manual_seed(0)
+    for _ in range(5):
+        options = sampling([temperature] * 4000)
+        found = sampler(metadata, None, logits.clone(), options).sampled_token_ids
+        accepted += int((found[:, 0] == token).sum())
+    law = (logits[0] / temperature).softmax(-1)[token]
+    expected = float(rule.raised(law))
+    assert abs(accepted / 20_000 - expected) < 0.02 < expected - float(law)
 
 
 def test_fuzzy_tokens_are_counted(
