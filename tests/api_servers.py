@@ -25,7 +25,6 @@ from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.serve.api import api_app, api_error
 from eagle_fsd.chat.serve.connections import BoundedServer
 from eagle_fsd.chat.serve.guard import ANYONE, Access, Guard
-from eagle_fsd.chat.serve.metrics import ServerMetrics
 from eagle_fsd.utils.chat_templates import load_chat_template
 
 #: Seconds that anything may take on a busy machine; what takes longer hangs.
@@ -87,10 +86,9 @@ class APIThread(ServerThread):
         shutdown_timeout: float = 0.0,
         **limits: Any,
     ) -> None:
-        bounds, metrics = Limits(**limits), ServerMetrics()
-        template = load_chat_template(model.tokenizer)
-        self.backend = LocalBackend(model, template, bounds, NAME, metrics)
-        app = Guard(api_app(self.backend, [NAME], metrics), access, bounds.max_body, api_error)
+        bounds, template = Limits(**limits), load_chat_template(model.tokenizer)
+        self.backend = LocalBackend(model, template, bounds, NAME)
+        app = Guard(api_app(self.backend, [NAME]), access, bounds.max_body, api_error)
         super().__init__(app, queue=self.backend.queue, shutdown_timeout=shutdown_timeout)
 
     def client(self, key: str = "none") -> openai.OpenAI:

@@ -21,13 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from eagle_fsd.chat.config import Limits
-from eagle_fsd.chat.decode_queue import (
-    DecodeObserver,
-    DecodeQueue,
-    DecodingError,
-    JobUpdate,
-    QueueFullError,
-)
+from eagle_fsd.chat.decode_queue import DecodeQueue, DecodingError, JobUpdate, QueueFullError
 from eagle_fsd.chat.request_body import RequestError
 from eagle_fsd.chat.requests import default_acceptance, read_acceptance, read_request
 from eagle_fsd.chat.session import (
@@ -89,22 +83,11 @@ class LocalBackend:
     """
 
     def __init__(
-        self,
-        model: EagleFSD,
-        chat_template: ChatTemplate,
-        limits: Limits,
-        name: str,
-        observer: DecodeObserver | None = None,
+        self, model: EagleFSD, chat_template: ChatTemplate, limits: Limits, name: str
     ) -> None:
         self.model, self.chat_template = model, chat_template
         self.about = About(name, default_acceptance(model, limits), limits)
-        self.queue = DecodeQueue(
-            model,
-            max_waiting=limits.queue,
-            max_batch=limits.max_batch,
-            observer=observer,
-            stall_timeout=limits.stall_timeout,
-        )
+        self.queue = DecodeQueue(model, limits)
         self.reader, self.compiler = FairThread("read"), FairThread("compile")
         self.tokens = TokenDecoder(model.tokenizer)
 
@@ -143,7 +126,7 @@ class LocalBackend:
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
         """Count a request that is refused or fails; the queue counts those that it decodes."""
-        finished = self.queue.observer.request_finished
+        finished = self.queue.metrics.request_finished
         try:
             yield
         except RequestError:
@@ -162,7 +145,7 @@ class LocalBackend:
     def _finish(self, prompt_tokens: int) -> None:
         """Count a request that ended without new tokens."""
         stats = {**answer_stats(DecodeStats.empty(1)), **token_usage(prompt_tokens, 0)}
-        self.queue.observer.request_finished("ended", stats)
+        self.queue.metrics.request_finished("ended", stats)
 
     async def _echo(self, request: AnswerRequest) -> AsyncGenerator[JobUpdate, None]:
         """Yield the prompt in parts, scored in the decoding queue if requested."""

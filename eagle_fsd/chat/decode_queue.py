@@ -14,13 +14,15 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
+from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.request_body import RequestError
+from eagle_fsd.chat.serve.metrics import Outcome, ServerMetrics
 from eagle_fsd.chat.session import AnswerRequest, ChatAnswer
 from eagle_fsd.chat.text import Piece
 from eagle_fsd.model.batch import StreamChunk
@@ -35,7 +37,6 @@ log = logging.getLogger(__name__)
 MAX_FAILURES = 3
 #: Error message for requests after that, or while decoding has stalled.
 STOPPED = "decoding has stopped; the server's log says why"
-Outcome = Literal["ended", "cancelled", "failed", "refused", "queue_full"]
 #: Work for the decoding thread; its argument returns whether the call was cancelled.
 Work = Callable[[Callable[[], bool]], Any]
 
@@ -54,32 +55,6 @@ class DecodingError(RuntimeError):
 
 class AbortedError(DecodingError):
     """The server stopped, or decoding stalled, before the answer was complete."""
-
-
-class DecodeObserver:
-    """Receive the events of a queue; the methods do nothing and may be overridden.
-
-    They are called by the decoding thread, :meth:`request_finished` also by the event loop.
-    """
-
-    def request_started(self, waited: float) -> None:
-        """Called when a request that ``waited`` seconds is taken from the queue."""
-
-    def answer_began(self, seconds: float) -> None:
-        """Called at the first tokens of an answer, ``seconds`` after its submission."""
-
-    def step_finished(self, seconds: float, rows: int, tokens: int) -> None:
-        """Called after a decoding step, with its rows and the number of tokens that it emitted."""
-
-    def request_finished(
-        self, outcome: Outcome, stats: Mapping[str, Any], seconds_per_token: float | None = None
-    ) -> None:
-        """Called when a request ends, is cancelled, fails or is refused.
-
-        ``stats`` are the answer's :meth:`~eagle_fsd.chat.session.ChatAnswer.stats` and, if it
-        ended, its usage; empty if it failed or never started. ``seconds_per_token`` counts from the
-        end of the first step; None if there were no others.
-        """
 
 
 @dataclass(frozen=True)
@@ -193,19 +168,15 @@ class DecodeQueue:
     whose last request started first; and to that client's requests in order of arrival. At most
     ``max_waiting`` requests wait beside the ``max_batch`` that are being decoded; beyond that, a
     request takes the place of the newest one of a client with more requests, or is refused. A step
-    that takes more than ``stall_timeout`` seconds has stalled.
+    that takes more than ``stall_timeout`` seconds has stalled. Events are counted in ``metrics``.
     """
 
     def __init__(
-        self,
-        model: EagleFSD,
-        max_waiting: int,
-        max_batch: int,
-        observer: DecodeObserver | None = None,
-        stall_timeout: float = 600.0,
+        self, model: EagleFSD, limits: Limits, metrics: ServerMetrics | None = None
     ) -> None:
-        self.model, self.max_waiting, self.max_batch = model, max_waiting, max_batch
-        self.observer, self.stall_timeout = observer or DecodeObserver(), stall_timeout
+        self.model, self.metrics = model, metrics or ServerMetrics()
+        self.max_waiting, self.max_batch = limits.queue, limits.max_batch
+        self.stall_timeout = limits.stall_timeout
         self._changed = threading.Condition()
         self._waiting: list[Job] = []
         self._calls: list[Call] = []
@@ -216,7 +187,7 @@ class DecodeQueue:
         self._failures = 0  # steps in a row that failed
         # Only the decoding thread uses these. The batch keeps the caches of answers that ended: the
         # next turn of a chat only adds its own tokens.
-        self._batch = model.batch(max_batch)
+        self._batch = model.batch(self.max_batch)
         self._rows: dict[Answer, _Row] = {}
         self._ended = 0  # answers
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
@@ -300,7 +271,7 @@ class DecodeQueue:
             items = [item for item in self._present() if not item.cancelled]
             for item in items:
                 if isinstance(item, Call):  # jobs are counted when they are removed
-                    self.observer.request_finished("failed", {})
+                    self.metrics.request_finished("failed", {})
                 item.fail(AbortedError(message))
         return bool(items)
 
@@ -348,7 +319,7 @@ class DecodeQueue:
         """Remove requests that were cancelled while they waited."""
         for job in self._waiting:
             if job.cancelled:
-                self.observer.request_finished(job.outcome, {})
+                self.metrics.request_finished(job.outcome, {})
                 job.publish(None)
         self._waiting = [job for job in self._waiting if not job.cancelled]
         self._calls = [call for call in self._calls if not call.cancelled]
@@ -417,7 +388,7 @@ class DecodeQueue:
 
     def _start(self, job: Job) -> None:
         """Add a request to the batch."""
-        self.observer.request_started(time.monotonic() - job.submitted)
+        self.metrics.request_started(time.monotonic() - job.submitted)
         try:
             answer = ChatAnswer(self.model, job.request)
             self._rows[answer.join(self._batch)] = _Row(job, answer)
@@ -443,7 +414,7 @@ class DecodeQueue:
             self._working_since = None
         if found:
             seconds, tokens = time.monotonic() - began, sum(len(chunk.tokens) for _, chunk in found)
-            self.observer.step_finished(seconds, len(found), tokens)
+            self.metrics.step_finished(seconds, len(found), tokens)
         for answer, chunk in found:
             self._publish(answer, chunk)
 
@@ -477,7 +448,7 @@ class DecodeQueue:
             return
         if not row.first_tokens:
             row.began, row.first_tokens = time.monotonic(), answer.new_tokens
-            self.observer.answer_began(row.began - job.submitted)
+            self.metrics.answer_began(row.began - job.submitted)
         if job.cancelled:
             return
         stats, usage = answer.stats(), answer.usage()
@@ -487,7 +458,7 @@ class DecodeQueue:
             self._ended += 1
             if self._ended % self.max_batch == 0:  # a shortage of memory may have passed
                 self._batch.max_rows = min(self.max_batch, self._batch.max_rows + 1)
-            self.observer.request_finished("ended", {**stats, **usage}, row.seconds_per_token())
+            self.metrics.request_finished("ended", {**stats, **usage}, row.seconds_per_token())
         job.publish(JobUpdate(pieces, usage, answer.finish_reason, stats))
         if answer.finish_reason is not None:
             job.publish(None)
@@ -498,7 +469,7 @@ class DecodeQueue:
             if row.job.cancelled:
                 self._remove(decoded)
                 self._release(row.job)
-                self.observer.request_finished(row.job.outcome, row.answer.stats())
+                self.metrics.request_finished(row.job.outcome, row.answer.stats())
                 row.job.publish(None)
 
     def _remove(self, decoded: Answer) -> None:
@@ -509,7 +480,7 @@ class DecodeQueue:
     def _fail(self, job: Job, error: Exception) -> None:
         """End a request that failed."""
         self._release(job)
-        self.observer.request_finished("failed", {})
+        self.metrics.request_finished("failed", {})
         job.publish(DecodingError(f"decoding failed: {one_line(error)}"))
 
     def _release(self, item: Job | Call) -> None:

@@ -171,13 +171,11 @@ def run_api(
     access = _access(server, page=answers is not None)
     from eagle_fsd.chat.backend import LocalBackend
     from eagle_fsd.chat.serve.api import api_app, api_error
-    from eagle_fsd.chat.serve.metrics import ServerMetrics
     from eagle_fsd.chat.web.page import add_page, page_settings
 
     model, chat_template, names = _load(server, pair, tree, acceptance)
-    metrics = ServerMetrics()
-    backend = LocalBackend(model, chat_template, limits, name=names[0], observer=metrics)
-    app = api_app(backend, names, metrics)
+    backend = LocalBackend(model, chat_template, limits, name=names[0])
+    app = api_app(backend, names)
     if answers is not None:
         examples = EXAMPLES if names[0] == BUNDLED_NAME else ()
         add_page(app, page_settings(backend.about, answers, examples))

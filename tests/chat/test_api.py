@@ -68,7 +68,7 @@ class StandIn:
         self.received: list[Mapping[str, Any]] = []
         self.running = self.peak = 0
         self.answers: Any = lambda _: updates("He", "llo")
-        self.queue = SimpleNamespace(alive=True, rows=0, max_batch=1)
+        self.queue = SimpleNamespace(alive=True, metrics=ServerMetrics())
         self.model = SimpleNamespace(
             target=SimpleNamespace(stable_length=2048), certificate_for=lambda _: None
         )
@@ -99,7 +99,7 @@ class StandIn:
         self, path: str, body: Any = None, method: str = "POST", **headers: str
     ) -> httpx.Response:
         backend: Any = self
-        app = Guard(api_app(backend, ["pair", "org/a"], ServerMetrics()), error_body=api_error)
+        app = Guard(api_app(backend, ["pair", "org/a"]), error_body=api_error)
 
         async def work() -> httpx.Response:
             async with httpx.AsyncClient(

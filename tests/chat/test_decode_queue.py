@@ -14,18 +14,18 @@ import torch
 from prompts import HELLO, reference, request
 
 from eagle_fsd import EagleFSD
+from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.decode_queue import (
     MAX_FAILURES,
-    DecodeObserver,
     DecodeQueue,
     DecodingError,
     Job,
     JobUpdate,
-    Outcome,
     QueueFullError,
 )
 from eagle_fsd.chat.processors import AnswerPenalty
 from eagle_fsd.chat.request_body import RequestError
+from eagle_fsd.chat.serve.metrics import Outcome, ServerMetrics
 from eagle_fsd.chat.session import AnswerRequest, ChatAnswer
 from eagle_fsd.model.batch import Batch
 from eagle_fsd.model.self_check import check_target
@@ -36,27 +36,24 @@ from eagle_fsd.model.tree import DraftTree
 LONG = {"temperature": 2.0, "seed": 1, "max_new_tokens": 4000}
 
 
-class Recorder(DecodeObserver):
+class Recorder(ServerMetrics):
     """Records the events of a queue; ``on_step`` is called in the decoding thread."""
 
     def __init__(self) -> None:
-        self.started = 0
+        super().__init__()
         self.began: list[float] = []
-        self.rows: list[int] = []
-        self.tokens: list[int] = []
+        self.row_counts: list[int] = []
+        self.token_counts: list[int] = []
         self.finished: list[Outcome] = []
         self.seconds_per_token: list[float | None] = []
         self.on_step: Callable[[], None] = lambda: None
-
-    def request_started(self, waited: float) -> None:
-        self.started += 1
 
     def answer_began(self, seconds: float) -> None:
         self.began.append(seconds)
 
     def step_finished(self, seconds: float, rows: int, tokens: int) -> None:
-        self.rows.append(rows)
-        self.tokens.append(tokens)
+        self.row_counts.append(rows)
+        self.token_counts.append(tokens)
         self.on_step()
 
     def request_finished(
@@ -73,7 +70,7 @@ def recorder() -> Recorder:
 
 @pytest.fixture
 def queue(model: EagleFSD, recorder: Recorder) -> Iterator[DecodeQueue]:
-    queue = DecodeQueue(model, max_waiting=4, max_batch=2, observer=recorder)
+    queue = DecodeQueue(model, Limits(queue=4, max_batch=2), recorder)
     yield queue
     queue.close()
     assert not queue.alive
@@ -140,9 +137,9 @@ def test_requests_join_and_leave_the_batch(
     answers, order = run(lambda: answer_at_once(queue, *requests))
     assert answers == [reference(model, max_new_tokens=length) for length in lengths]
     assert order == [0, 1, 2, 3, 4]
-    assert recorder.rows[0] == 2
+    assert recorder.row_counts[0] == 2
     if model.model.device.type == "cpu":  # elsewhere, the next step begins before a row leaves
-        assert recorder.rows == sorted(recorder.rows, reverse=True)
+        assert recorder.row_counts == sorted(recorder.row_counts, reverse=True)
     assert recorder.finished == ["ended"] * 5
     assert len(recorder.began) == 5
     assert min(recorder.began) > 0.0
@@ -155,7 +152,7 @@ def test_requests_join_and_leave_the_batch(
 def test_clients_get_equal_shares(model: EagleFSD) -> None:
     """Client b comes after three requests of client a, and waits for at most one of them."""
     for rows in (1, 2):
-        queue = DecodeQueue(model, max_waiting=5, max_batch=rows)
+        queue = DecodeQueue(model, Limits(queue=5, max_batch=rows))
         short = request(model, max_new_tokens=8)
         requests = [replace(short, client=client) for client in "aaabb"]
         _, order = run(lambda queue=queue, requests=requests: answer_at_once(queue, *requests))
@@ -213,15 +210,15 @@ def test_cancelled_row_is_free_in_the_next_step(
         leaving = queue.submit(request(model, **LONG))
 
         def leave() -> None:
-            if not left and recorder.rows.count(2) == 2:
-                left.append(len(recorder.rows))
+            if not left and recorder.row_counts.count(2) == 2:
+                left.append(len(recorder.row_counts))
                 leaving.cancel()
 
         recorder.on_step = leave
         return await text_of(queue.submit(request(model)))
 
     assert run(work) == reference(model)
-    assert set(recorder.rows[left[0] :]) == {1}
+    assert set(recorder.row_counts[left[0] :]) == {1}
     assert recorder.finished == ["cancelled", "ended"]
 
 
@@ -340,7 +337,7 @@ def test_shortage_of_memory_passes(
 
     def run_out(self: Target, tree: DraftTree, *args: Any) -> Any:
         nonlocal rows
-        if len(tree.tokens) == rows and sum(recorder.tokens) > 10:
+        if len(tree.tokens) == rows and sum(recorder.token_counts) > 10:
             rows = 0
             raise torch.OutOfMemoryError
         return forward(self, tree, *args)
@@ -353,12 +350,12 @@ def test_shortage_of_memory_passes(
     monkeypatch.setattr(Target, "forward_tree", run_out)
     assert run(answer_two) == [reference(model)] * 2
     assert rows == 0
-    recorder.rows.clear()
+    recorder.row_counts.clear()
     assert run(answer_two) == [reference(model)] * 2
-    assert max(recorder.rows) == 2
+    assert max(recorder.row_counts) == 2
     # So it does if requests are always being decoded.
-    rows, larger = 4, DecodeQueue(model, max_waiting=16, max_batch=4, observer=recorder)
-    recorder.rows.clear()
+    rows, larger = 4, DecodeQueue(model, Limits(queue=16, max_batch=4), recorder)
+    recorder.row_counts.clear()
 
     async def answer_in_turns() -> None:
         limits = range(8, 64, 7)
@@ -369,7 +366,7 @@ def test_shortage_of_memory_passes(
     run(answer_in_turns)
     larger.close()
     assert rows == 0
-    assert max(recorder.rows) == 3
+    assert max(recorder.row_counts) == 3
 
 
 def test_next_turn_prefills_only_its_own_tokens(model: EagleFSD, queue: DecodeQueue) -> None:

@@ -26,7 +26,7 @@ from prompts import reference, tokenize
 import eagle_fsd
 from eagle_fsd import AcceptanceConfig, EagleFSD
 from eagle_fsd.bundled import BUNDLED_HEAD
-from eagle_fsd.chat.decode_queue import Outcome
+from eagle_fsd.chat.serve.metrics import Outcome
 from eagle_fsd.model.checkpoint import RANKS_FILE, write_ranks
 from eagle_fsd.model.config import read_settings
 
@@ -336,8 +336,8 @@ def test_answers_stream_while_texts_are_embedded(
 ) -> None:
     """There is a decoding step between any two texts."""
     events: list[str] = []
-    observer = server.backend.queue.observer
-    step_finished = observer.step_finished
+    metrics = server.backend.queue.metrics
+    step_finished = metrics.step_finished
 
     def record_step(*values: Any) -> None:
         events.append("step")
@@ -347,7 +347,7 @@ def test_answers_stream_while_texts_are_embedded(
         if options.get("use_cache") is False:
             events.append("text")
 
-    monkeypatch.setattr(observer, "step_finished", record_step)
+    monkeypatch.setattr(metrics, "step_finished", record_step)
     endless = {**EXACT, "ignore_eos": True}
     with (
         model.model.base_model.register_forward_pre_hook(record_text, with_kwargs=True),

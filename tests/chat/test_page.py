@@ -18,7 +18,6 @@ from eagle_fsd.chat.backend import About
 from eagle_fsd.chat.config import AnswerOptions, Limits
 from eagle_fsd.chat.serve.api import api_app, api_error
 from eagle_fsd.chat.serve.guard import Access, Guard
-from eagle_fsd.chat.serve.metrics import ServerMetrics
 from eagle_fsd.chat.web.page import add_page, page_settings
 from eagle_fsd.utils.options import OptionsError
 
@@ -29,7 +28,7 @@ ABOUT = About("pair", AcceptanceConfig(threshold=0.2), Limits(max_new_tokens=300
 @pytest.fixture(scope="module")
 def page() -> Iterator[httpx.Client]:
     backend: Any = SimpleNamespace(queue=None)
-    app = api_app(backend, ["pair"], ServerMetrics())
+    app = api_app(backend, ["pair"])
     add_page(app, page_settings(ABOUT, AnswerOptions(), ["What?"]))
     access = Access(keys=("0123456789abcdef",), page=True)
     server = ServerThread(Guard(app, access, error_body=api_error))

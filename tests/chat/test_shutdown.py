@@ -88,7 +88,7 @@ def test_answers_end_with_an_error_when_the_server_stops(server: APIThread) -> N
     for thread in (stream, plain, server.thread):
         thread.join(TIMEOUT)
     check_ended(stream, replies, "the server is shutting down")
-    metrics: Any = server.backend.queue.observer
+    metrics = server.backend.queue.metrics
     failed = b'requests_total{outcome="failed"} 2.0'
     assert seconds_until(lambda: failed in metrics.page(0, 0, 0)) < TIMEOUT
 

@@ -248,7 +248,7 @@ def test_metrics_and_health(worker: FSDWorker, client: TestClient) -> None:
         assert float(values[f"eagle_fsd_{name}_seconds_count"]) == 1
         assert float(values[f"eagle_fsd_{name}_seconds_sum"]) > 0
     assert client.get("/health").json() == {"status": "ok", "queue": 0}
-    worker.metrics.request_finished("cancelled", {})  # before its turn
+    worker.queue.metrics.request_finished("cancelled", {})  # before its turn
     assert 'requests_total{outcome="cancelled"} 1.0' in client.get("/metrics").text
     worker.backend.close()
     assert client.get("/health").status_code == 503

@@ -22,10 +22,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from eagle_fsd.chat.backend import LocalBackend
-from eagle_fsd.chat.decode_queue import JobUpdate
+from eagle_fsd.chat.decode_queue import DecodeQueue, JobUpdate
 from eagle_fsd.chat.request_body import RequestError, read_json
 from eagle_fsd.chat.serve.asgi import ClosingStream, parted_response, until_disconnected
-from eagle_fsd.chat.serve.metrics import ServerMetrics
 from eagle_fsd.chat.serve.openai_format import (
     ANSWER_ERRORS,
     ApiError,
@@ -80,7 +79,7 @@ class CancellableRoute(APIRoute):
         return handler
 
 
-def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics) -> FastAPI:
+def api_app(backend: LocalBackend, names: Sequence[str]) -> FastAPI:
     """Return the application: a model under one or several names."""
     created = int(time.time())
     app = FastAPI(
@@ -94,7 +93,7 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        metrics.requests.labels("refused").inc()
+        backend.queue.metrics.requests.labels("refused").inc()
         return _error_response(validation_error(error))
 
     @app.exception_handler(HTTPException)
@@ -102,7 +101,7 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
         if isinstance(error, ApiError):
             # Errors of answers are counted where they arise.
             if request.method == "POST" and not isinstance(error.__cause__, ANSWER_ERRORS):
-                metrics.requests.labels("refused").inc()
+                backend.queue.metrics.requests.labels("refused").inc()
             return _error_response(error)
         message = f"{request.method} {request.url.path}: {error.detail}"  # from the router
         body = ApiError(message, error.status_code).body()
@@ -210,13 +209,12 @@ def api_app(backend: LocalBackend, names: Sequence[str], metrics: ServerMetrics)
     async def package_version() -> dict[str, str]:
         return {"version": app.version}
 
-    add_status_routes(app, backend, metrics)
+    add_status_routes(app, backend.queue)
     return app
 
 
-def add_status_routes(app: FastAPI, backend: LocalBackend, metrics: ServerMetrics) -> None:
+def add_status_routes(app: FastAPI, queue: DecodeQueue) -> None:
     """Add the routes ``/health``, ``/ready`` and ``/metrics``."""
-    queue = backend.queue
 
     def status(good: bool, otherwise: str) -> Response:
         body = {"status": "ok" if good else otherwise, "queue": len(queue)}
@@ -232,7 +230,7 @@ def add_status_routes(app: FastAPI, backend: LocalBackend, metrics: ServerMetric
 
     @app.get("/metrics")
     async def prometheus() -> Response:
-        page = metrics.page(len(queue), queue.rows, queue.max_batch)
+        page = queue.metrics.page(len(queue), queue.rows, queue.max_batch)
         return PlainTextResponse(page, media_type=CONTENT_TYPE_LATEST)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from eagle_fsd.chat.decode_queue import DecodeObserver, Outcome
-
+#: How a request ended.
+Outcome = Literal["ended", "cancelled", "failed", "refused", "queue_full"]
 #: Seconds per decoding step: from a small pair on a GPU to a large one on a CPU.
 STEP_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 #: Seconds per token: fractions of a step.
@@ -18,12 +18,14 @@ WAIT_BUCKETS = (0.01, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120)
 TAU_BUCKETS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 10, 12)
 
 
-class ServerMetrics(DecodeObserver):
+class ServerMetrics:
     """Metrics of one server, in a separate registry.
 
     tau over a period is ``eagle_fsd_tokens_total / eagle_fsd_steps_total`` (summed over origins);
     the fraction of fuzzy tokens is ``eagle_fsd_tokens_total{origin="fuzzy"}`` over that sum; the
     mean number of rows per step is ``eagle_fsd_steps_total / eagle_fsd_step_seconds_count``.
+
+    The decoding thread reports its events, the event loop also calls :meth:`request_finished`.
     """
 
     def __init__(self) -> None:
@@ -63,17 +65,26 @@ class ServerMetrics(DecodeObserver):
         )
 
     def request_started(self, waited: float) -> None:
+        """Count a request that is taken from the queue, where it waited ``waited`` seconds."""
         self.wait_seconds.observe(waited)
 
     def answer_began(self, seconds: float) -> None:
+        """Count the first tokens of an answer, ``seconds`` after its submission."""
         self.first_token_seconds.observe(seconds)
 
     def step_finished(self, seconds: float, rows: int, tokens: int) -> None:
+        """Count a decoding step of ``rows`` rows, which emitted ``tokens`` tokens."""
         self.step_seconds.observe(seconds)
 
     def request_finished(
         self, outcome: Outcome, stats: Mapping[str, Any], seconds_per_token: float | None = None
     ) -> None:
+        """Count a request that ends, is cancelled, fails or is refused.
+
+        ``stats`` are the answer's :meth:`~eagle_fsd.chat.session.ChatAnswer.stats` and, if it
+        ended, its usage; empty if it failed or never started. ``seconds_per_token`` counts from the
+        end of the first step; None if there were no others.
+        """
         if seconds_per_token is not None:
             self.token_seconds.observe(seconds_per_token)
         self.requests.labels(outcome).inc()

@@ -27,7 +27,6 @@ from eagle_fsd.chat.decode_queue import DecodingError, QueueFullError
 from eagle_fsd.chat.request_body import RequestError, read_json, shorten
 from eagle_fsd.chat.serve.api import CancellableRoute, add_status_routes
 from eagle_fsd.chat.serve.asgi import ClosingStream
-from eagle_fsd.chat.serve.metrics import ServerMetrics
 from eagle_fsd.chat.serve.openai_format import (
     MAX_EMBEDDING_INPUTS,
     base64_vector,
@@ -66,10 +65,7 @@ class FSDWorker:
         self.controller, self.address, self.names = controller, address, names
         self.context_len = model.target.stable_length
         self.call_ct = 0  # requests for answers so far
-        self.metrics = ServerMetrics()
-        self.backend = LocalBackend(
-            model, chat_template, limits, name=names[0], observer=self.metrics
-        )
+        self.backend = LocalBackend(model, chat_template, limits, name=names[0])
         self.queue = self.backend.queue
 
     def status(self) -> dict[str, Any]:
@@ -191,7 +187,7 @@ def worker_app(worker: FSDWorker) -> FastAPI:
 
     @app.exception_handler(RequestError)
     async def reject(_: Request, error: RequestError) -> Response:
-        worker.metrics.requests.labels("refused").inc()
+        worker.queue.metrics.requests.labels("refused").inc()
         return JSONResponse(error_output(str(error), error.code), status_code=400)
 
     @app.exception_handler(Exception)
@@ -259,7 +255,7 @@ def worker_app(worker: FSDWorker) -> FastAPI:
     async def model_details() -> dict[str, int]:
         return {"context_length": worker.context_len}
 
-    add_status_routes(app, worker.backend, worker.metrics)
+    add_status_routes(app, worker.queue)
     return app
 
 

@@ -18,7 +18,6 @@ from eagle_fsd import EagleFSD
 from eagle_fsd.chat.config import AnswerOptions, Limits
 from eagle_fsd.chat.serve.api import api_app, api_error
 from eagle_fsd.chat.serve.guard import Access, Guard
-from eagle_fsd.chat.serve.metrics import ServerMetrics
 from eagle_fsd.chat.web.page import add_page, page_settings
 from eagle_fsd.cli.serve import BUNDLED_NAME, EXAMPLES
 from eagle_fsd.utils.chat_templates import load_chat_template
@@ -39,7 +38,7 @@ def server() -> Iterator[tuple[ControlledBackend, str, str]]:
     template, limits = load_chat_template(model.tokenizer), Limits(max_body=200_000)
     backend = ControlledBackend(model, template, limits, BUNDLED_NAME)
     InventedTokens(backend)
-    app = api_app(backend, [BUNDLED_NAME], ServerMetrics())
+    app = api_app(backend, [BUNDLED_NAME])
     add_page(app, page_settings(backend.about, AnswerOptions(), EXAMPLES))
     access = Access(keys=(KEY,), page=True)
     open_to_all, keyed = (
