@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -49,15 +49,6 @@ Vector = NDArray[np.float32]
 PROMPT_PART = 64
 
 
-@dataclass(frozen=True)
-class About:
-    """A backend's name, default acceptance options, and limits of requests."""
-
-    name: str
-    acceptance: AcceptanceConfig
-    limits: Limits
-
-
 class FairThread:
     """A thread that does work for clients in order of arrival, but one task of a client at a time.
 
@@ -86,7 +77,8 @@ class LocalBackend:
         self, model: EagleFSD, chat_template: ChatTemplate, limits: Limits, name: str
     ) -> None:
         self.model, self.chat_template = model, chat_template
-        self.about = About(name, default_acceptance(model, limits), limits)
+        self.limits, self.name = limits, name
+        self.default_acceptance = default_acceptance(model, limits)
         self.queue = DecodeQueue(model, limits)
         self.reader, self.compiler = FairThread("read"), FairThread("compile")
         self.tokens = TokenDecoder(model.tokenizer)
@@ -175,12 +167,11 @@ class LocalBackend:
     def acceptance(self, fsd: Mapping[str, Any], lossless: bool) -> AcceptanceConfig:
         """Return the acceptance options of a request; raises RequestError."""
         with self._counted():
-            return read_acceptance(fsd, lossless, self.model, self.about.limits)
+            return read_acceptance(fsd, lossless, self.model, self.limits)
 
     async def read(self, params: Mapping[str, Any], client: str = "") -> AnswerRequest:
         """Validate and tokenize a request; raises RequestError."""
-        limits = self.about.limits
-        read = partial(read_request, params, self.model, self.chat_template, limits)
+        read = partial(read_request, params, self.model, self.chat_template, self.limits)
         return await self.reader.run(client, read)
 
     async def tokenize(

@@ -178,7 +178,7 @@ def run_api(
     app = api_app(backend, names)
     if answers is not None:
         examples = EXAMPLES if names[0] == BUNDLED_NAME else ()
-        add_page(app, page_settings(backend.about, answers, examples))
+        add_page(app, page_settings(backend, answers, examples))
 
     def show() -> None:
         url = local_url(server)
@@ -297,9 +297,9 @@ def _access(server: Server, *names: str, page: bool = False) -> Access:
 def _print_addresses(url: str, backend: LocalBackend, page: bool) -> None:
     """Print the model, the addresses of the server, and a curl command to try."""
     key = ' -H "Authorization: Bearer $KEY"' if api_keys() else ""
-    name = backend.about.name
+    name = backend.name
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}]})
-    acceptance = backend.about.acceptance
+    acceptance = backend.default_acceptance
     label = "lossless" if acceptance.lossless else acceptance.label
     certificate = None if acceptance.lossless else backend.model.certificate_for(acceptance)
     lines = [

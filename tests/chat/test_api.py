@@ -73,8 +73,7 @@ class StandIn:
             target=SimpleNamespace(stable_length=2048), certificate_for=lambda _: None
         )
         self.tokens = SimpleNamespace(text=chr, bytes=lambda token: chr(token).encode())
-        acceptance = AcceptanceConfig(threshold=0.2)
-        self.about = SimpleNamespace(limits=Limits(), acceptance=acceptance)
+        self.limits, self.default_acceptance = Limits(), AcceptanceConfig(threshold=0.2)
 
     def acceptance(self, fsd: Mapping[str, Any], lossless: bool) -> AcceptanceConfig:
         return AcceptanceConfig(threshold=0.0 if lossless else 0.2)

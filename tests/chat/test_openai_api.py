@@ -273,7 +273,7 @@ def test_errors_name_the_parameter(server: APIThread) -> None:
 
     Only what exceeds the context has a code.
     """
-    limit = server.backend.about.limits.max_new_tokens
+    limit = server.backend.limits.max_new_tokens
     chat, completion = {"messages": HELLO}, {"prompt": "Hello!"}
     long = [{"role": "user", "content": "Hello! " * 9000}]
     for path, body, param in (

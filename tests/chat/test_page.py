@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eagle_fsd import AcceptanceConfig
-from eagle_fsd.chat.backend import About
 from eagle_fsd.chat.config import AnswerOptions, Limits
 from eagle_fsd.chat.serve.api import api_app, api_error
 from eagle_fsd.chat.serve.guard import Access, Guard
@@ -22,14 +21,21 @@ from eagle_fsd.chat.web.page import add_page, page_settings
 from eagle_fsd.utils.options import OptionsError
 
 KEY = {"authorization": "Bearer 0123456789abcdef"}
-ABOUT = About("pair", AcceptanceConfig(threshold=0.2), Limits(max_new_tokens=300))
+
+
+def backend(acceptance: AcceptanceConfig, **limits: Any) -> Any:
+    """Return what the page needs of a backend."""
+    values = {"name": "pair", "default_acceptance": acceptance, "limits": Limits(**limits)}
+    return SimpleNamespace(**values, queue=None)
+
+
+PAIR = backend(AcceptanceConfig(threshold=0.2), max_new_tokens=300)
 
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[httpx.Client]:
-    backend: Any = SimpleNamespace(queue=None)
-    app = api_app(backend, ["pair"])
-    add_page(app, page_settings(ABOUT, AnswerOptions(), ["What?"]))
+    app = api_app(PAIR, ["pair"])
+    add_page(app, page_settings(PAIR, AnswerOptions(), ["What?"]))
     access = Access(keys=("0123456789abcdef",), page=True)
     server = ServerThread(Guard(app, access, error_body=api_error))
     yield server.http
@@ -56,7 +62,7 @@ def test_files_are_static_and_settings_need_the_key(page: httpx.Client) -> None:
 
 def test_settings_are_the_servers() -> None:
     """The slider needs a finite threshold; a rule of the server's has none of the controls."""
-    found = page_settings(ABOUT, AnswerOptions(top_p=0.5, seed=3, temperature=0.5))
+    found = page_settings(PAIR, AnswerOptions(top_p=0.5, seed=3, temperature=0.5))
     controls = {control["name"]: control for control in found["controls"]}
     assert {name: item["value"] for name, item in controls.items()} == {
         "threshold": 0.2,
@@ -69,17 +75,13 @@ def test_settings_are_the_servers() -> None:
     assert (found["params"]["top_p"], found["params"]["seed"]) == (0.5, 3)
     assert "max_new_tokens" not in found["params"]
     for acceptance, value in ((AcceptanceConfig(threshold=0.9), 0.9), (AcceptanceConfig(), 0.5)):
-        about = About("pair", acceptance, Limits())
-        assert page_settings(about, AnswerOptions())["controls"][0]["max"] == value
-    margin = page_settings(
-        About("pair", AcceptanceConfig(rule="margin"), Limits()), AnswerOptions()
-    )
-    assert [control["enabled"] for control in margin["controls"]] == [False] * 3 + [True] * 2
-    lossless = page_settings(
-        About("pair", AcceptanceConfig(), Limits(lossless=True)), AnswerOptions()
-    )
-    assert [control["enabled"] for control in lossless["controls"]] == [False] * 3 + [True] * 2
-    endless = About("pair", AcceptanceConfig(threshold=math.inf), Limits())
+        found = page_settings(backend(acceptance), AnswerOptions())
+        assert found["controls"][0]["max"] == value
+    lossless = backend(AcceptanceConfig(), lossless=True)
+    for item in (backend(AcceptanceConfig(rule="margin")), lossless):
+        found = page_settings(item, AnswerOptions())
+        assert [control["enabled"] for control in found["controls"]] == [False] * 3 + [True] * 2
+    endless = backend(AcceptanceConfig(threshold=math.inf))
     with pytest.raises(OptionsError, match="threshold must be finite for the web page's slider;"):
         page_settings(endless, AnswerOptions())
 

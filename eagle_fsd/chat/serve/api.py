@@ -123,13 +123,13 @@ def api_app(backend: LocalBackend, names: Sequence[str]) -> FastAPI:
             raise ApiError(message, 404, "model_not_found", "model")
 
     def card(name: str) -> dict[str, Any]:
-        certificate = backend.model.certificate_for(backend.about.acceptance)
+        certificate = backend.model.certificate_for(backend.default_acceptance)
         return {
             "id": name,
             "created": created,
             "object": "model",
             "owned_by": "eagle-fsd",
-            "acceptance": acceptance_label(backend.about.acceptance),
+            "acceptance": acceptance_label(backend.default_acceptance),
             "certificate": certificate and certificate.model_dump(),
             "max_model_len": backend.model.target.stable_length,
         }
@@ -149,7 +149,7 @@ def api_app(backend: LocalBackend, names: Sequence[str]) -> FastAPI:
         params = request.answer_params()
         if not request.stream:
             context = backend.model.target.stable_length
-            check_logprobs(params, backend.about.limits.max_new_tokens, context)
+            check_logprobs(params, backend.limits.max_new_tokens, context)
         builder = ResponseBuilder(request, len(params), backend.tokens)
         updates = answer_choices(backend, params, client, request.method)
         if request.stream:

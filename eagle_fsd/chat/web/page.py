@@ -10,7 +10,7 @@ from typing import Any, get_args
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from eagle_fsd.chat.backend import About
+from eagle_fsd.chat.backend import LocalBackend
 from eagle_fsd.chat.config import AnswerOptions
 from eagle_fsd.chat.serve.guard import PAGE_ROUTES
 from eagle_fsd.utils.options import Options, OptionsError
@@ -60,32 +60,32 @@ def add_page(app: FastAPI, settings: dict[str, Any]) -> None:
 
 
 def page_settings(
-    about: About, options: AnswerOptions, examples: Sequence[str] = ()
+    backend: LocalBackend, options: AnswerOptions, examples: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return the page's settings as JSON values; raises OptionsError for those it cannot show.
 
     ``options`` are initial values of the controls, and the values of options without a control;
     ``examples`` are questions that the page suggests.
     """
-    acceptance = about.acceptance
+    acceptance = backend.default_acceptance
     if options.temperature > MAX_TEMPERATURE:
         message = f"temperature must be at most {MAX_TEMPERATURE:g} for the page"
         raise OptionsError(f"{message}; got {options.temperature:g}")
     return {
-        "model": about.name,
+        "model": backend.name,
         "rule": acceptance.rule,
         "label": acceptance.label,
-        "controls": [_control(name, about, options) for name in CONTROLS],
+        "controls": [_control(name, backend, options) for name in CONTROLS],
         "params": options.model_dump(exclude_none=True, exclude=set(CONTROLS)),
         "examples": examples,
-        "max_body": about.limits.max_body,
+        "max_body": backend.limits.max_body,
     }
 
 
-def _control(name: str, about: About, options: AnswerOptions) -> dict[str, Any]:
+def _control(name: str, backend: LocalBackend, options: AnswerOptions) -> dict[str, Any]:
     """Describe the slider or drop-down list of an option, with the bounds its model declares."""
-    own = name in ACCEPTANCE_CONTROLS
-    owner: Options = about.acceptance if own else options
+    own, acceptance = name in ACCEPTANCE_CONTROLS, backend.default_acceptance
+    owner: Options = acceptance if own else options
     option, value = type(owner).model_fields[name], getattr(owner, name)
     label, step = CONTROLS[name]
     control = {
@@ -93,7 +93,7 @@ def _control(name: str, about: About, options: AnswerOptions) -> dict[str, Any]:
         "label": label,
         "info": f"{option.description} {EXPLANATIONS.get(name, '')}".rstrip(),
         "acceptance": own,
-        "enabled": not own or (about.acceptance.rule == "fsd" and not about.limits.lossless),
+        "enabled": not own or (acceptance.rule == "fsd" and not backend.limits.lossless),
     }
     if choices := get_args(option.annotation):
         return {**control, "choices": choices, "value": value}
@@ -101,17 +101,17 @@ def _control(name: str, about: About, options: AnswerOptions) -> dict[str, Any]:
     for item in option.metadata:
         bounds |= {key: getattr(item, key) for key in ("ge", "le") if hasattr(item, key)}
     limits = {
-        "threshold": _max_threshold(about),
+        "threshold": _max_threshold(backend),
         "temperature": MAX_TEMPERATURE,
-        "max_new_tokens": about.limits.max_new_tokens,
+        "max_new_tokens": backend.limits.max_new_tokens,
     }
     high = min(bounds["le"], limits.get(name, math.inf))
     scale = {"min": bounds["ge"], "max": high, "step": step}
     return {**control, **scale, "value": min(value, high)}
 
 
-def _max_threshold(about: About) -> float:
-    threshold = about.acceptance.threshold
+def _max_threshold(backend: LocalBackend) -> float:
+    threshold = backend.default_acceptance.threshold
     if math.isinf(threshold):
         raise OptionsError(f"threshold must be finite for the web page's slider; got {threshold}")
-    return max(about.limits.max_threshold, threshold)
+    return max(backend.limits.max_threshold, threshold)

@@ -39,7 +39,7 @@ def server() -> Iterator[tuple[ControlledBackend, str, str]]:
     backend = ControlledBackend(model, template, limits, BUNDLED_NAME)
     InventedTokens(backend)
     app = api_app(backend, [BUNDLED_NAME])
-    add_page(app, page_settings(backend.about, AnswerOptions(), EXAMPLES))
+    add_page(app, page_settings(backend, AnswerOptions(), EXAMPLES))
     access = Access(keys=(KEY,), page=True)
     open_to_all, keyed = (
         ServerThread(Guard(app)),
