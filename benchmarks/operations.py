@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from measurement import Table, best_times, new_parser, parse, progress, save_report
+from shapes import make_config
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -99,7 +100,9 @@ def time_vocabulary(
     options: argparse.Namespace, size: int, layers: int, repeats: int
 ) -> tuple[Table, Table]:
     """Time verification, relative to the target's pass, and the read-out of a level."""
-    target = _target(size, layers).to(options.device, options.dtype)
+    tied = {"tie_word_embeddings": True}
+    config = make_config(LlamaConfig, tied, size, 896, 4864, layers, 14, 2, 2048)
+    target = LlamaForCausalLM(config).eval().to(options.device, options.dtype)
     tree = _tree(size, options.device)
     logits = SPREAD * torch.randn(1, tree.size, size, device=options.device)
     hidden = torch.randn(1, TREE.top_k, target.config.hidden_size).to(target.lm_head.weight)
@@ -191,20 +194,6 @@ def time_weights(shape: tuple[int, int], repeats: int) -> list[dict[str, Any]]:
         name = f"{shape[1]:,} to {shape[0]:,}"
         rows.append({"weight": name, "tokens": tokens, **row, "ratio": ratio})
     return rows
-
-
-def _target(vocab_size: int, layers: int) -> LlamaForCausalLM:
-    """Create a model of Qwen2.5-0.5B's shape with another vocabulary."""
-    config = LlamaConfig(
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=layers,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        vocab_size=vocab_size,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 def _tree(vocab_size: int, device: str) -> DraftTree:

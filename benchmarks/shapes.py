@@ -91,7 +91,7 @@ SIZES = (
 )
 
 
-def _shape(kind: type[PreTrainedConfig], options: Mapping[str, Any], *sizes: int) -> Any:
+def make_config(kind: type[PreTrainedConfig], options: Mapping[str, Any], *sizes: int) -> Any:
     """Create a configuration; the sizes are :data:`SIZES`."""
     return kind(**options, **dict(zip(SIZES, sizes, strict=True)))
 
@@ -100,14 +100,14 @@ def _shape(kind: type[PreTrainedConfig], options: Mapping[str, Any], *sizes: int
 #: Qwen/Qwen2.5-0.5B and -1.5B, meta-llama/Llama-3.1-8B, lmsys/vicuna-7b-v1.5 and -13b-v1.5,
 #: Qwen/Qwen3-8B. ``tiny`` is for ``--quick``.
 SHAPES: dict[str, PreTrainedConfig] = {
-    "tiny": _shape(LlamaConfig, LLAMA, 512, 32, 64, 4, 2, 2, 16384),
-    "small": _shape(LlamaConfig, LLAMA, 8192, 512, 1408, 8, 8, 4, 16384),
-    "qwen2.5-0.5b": _shape(Qwen2Config, QWEN, 151936, 896, 4864, 24, 14, 2, 32768),
-    "qwen2.5-1.5b": _shape(Qwen2Config, QWEN, 151936, 1536, 8960, 28, 12, 2, 131072),
-    "llama-3.1-8b": _shape(LlamaConfig, LLAMA_3, 128256, 4096, 14336, 32, 32, 8, 131072),
-    "vicuna-7b": _shape(LlamaConfig, LLAMA, 32000, 4096, 11008, 32, 32, 32, 4096),
-    "vicuna-13b": _shape(LlamaConfig, LLAMA, 32000, 5120, 13824, 40, 40, 40, 4096),
-    "qwen3-8b": _shape(Qwen3Config, QWEN_3, 151936, 4096, 12288, 36, 32, 8, 40960),
+    "tiny": make_config(LlamaConfig, LLAMA, 512, 32, 64, 4, 2, 2, 16384),
+    "small": make_config(LlamaConfig, LLAMA, 8192, 512, 1408, 8, 8, 4, 16384),
+    "qwen2.5-0.5b": make_config(Qwen2Config, QWEN, 151936, 896, 4864, 24, 14, 2, 32768),
+    "qwen2.5-1.5b": make_config(Qwen2Config, QWEN, 151936, 1536, 8960, 28, 12, 2, 131072),
+    "llama-3.1-8b": make_config(LlamaConfig, LLAMA_3, 128256, 4096, 14336, 32, 32, 8, 131072),
+    "vicuna-7b": make_config(LlamaConfig, LLAMA, 32000, 4096, 11008, 32, 32, 32, 4096),
+    "vicuna-13b": make_config(LlamaConfig, LLAMA, 32000, 5120, 13824, 40, 40, 40, 4096),
+    "qwen3-8b": make_config(Qwen3Config, QWEN_3, 151936, 4096, 12288, 36, 32, 8, 40960),
 }
 CPU_SHAPES = ("qwen2.5-0.5b", "qwen2.5-1.5b")
 GPU_SHAPES = ("llama-3.1-8b", "vicuna-7b", "vicuna-13b", "qwen3-8b")

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from measurement import Table, new_parser, parse, progress, save_report
+from shapes import make_config
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -49,15 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = new_parser("Time a training step.", compiles=False)
     options = parse(parser, arguments, device="cpu", dtype="float32")
     scale = 8 if options.quick else 1
-    config = LlamaConfig(
-        vocab_size=49_152 // scale,
-        hidden_size=576 // scale,
-        intermediate_size=1536 // scale,
-        num_hidden_layers=7,  # an EAGLE-3 head reads three of them
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        head_dim=64 // scale,
-        tie_word_embeddings=True,
+    config = make_config(
+        LlamaConfig,
+        {"head_dim": 64 // scale, "tie_word_embeddings": True},
+        *(size // scale for size in (49_152, 576, 1536)),
+        *(7, 9, 3, 2048),  # an EAGLE-3 head reads three of seven layers
     )
     model = LlamaForCausalLM(config).requires_grad_(False)
     target, tokens = Target(model.eval()), 512 // scale
