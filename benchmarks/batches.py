@@ -26,7 +26,6 @@ from measurement import (
     progress,
     save_report,
     synchronize,
-    tree_name,
     word_problems,
 )
 
@@ -101,10 +100,10 @@ def _save(
                 "cache_mib": run.cache_mib,
             }
         )
-    trees = ", ".join(f"{way.name} {tree_name(way.tree)}" for way in ways if way.tree)
+    trees = ", ".join(f"{way.name} {way.tree.shape}" for way in ways if way.tree)
     note = f"{options.count} problems, greedy, at most {new_tokens} new tokens. Trees: {trees}."
     if others := ways[0].model.batch_trees:
-        least = ", ".join(f"{tree_name(tree)} from {rows} on" for rows, tree in others.items())
+        least = ", ".join(f"{tree.shape} from {rows} on" for rows, tree in others.items())
         note += f" Exact decoding of several prompts: {least}."
     if options.compile:
         note += " Only the steps in which all places are taken are compiled."

@@ -43,7 +43,6 @@ from measurement import (
     parse_tree,
     save_report,
     timed,
-    tree_name,
     word_problems,
 )
 from revisions import Worker, start_worker
@@ -252,7 +251,7 @@ def official_groups(
             "tree": [tree.total_tokens, tree.depth, tree.top_k],
             "options": {"max_new_tokens": new_tokens},
         }
-        group = [Method(OFFICIAL, tree_name(tree), partial(worker, request))]
+        group = [Method(OFFICIAL, tree.shape, partial(worker, request))]
         group.append(pair_method(EXACT, exact, tree, new_tokens))
         if compiles:
             group.append(pair_method(f"{EXACT}, compiled", exact, tree, new_tokens, compiled=True))

@@ -27,7 +27,6 @@ from measurement import (
     parse_tree,
     progress,
     save_report,
-    tree_name,
     word_problems,
 )
 
@@ -122,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             lost, gained = found[name].changes(exact)
             rows.append(
                 {
-                    "drafter": f"{drafter}, {tree_name(model.tree)}",
+                    "drafter": f"{drafter}, {model.tree.shape}",
                     "divergence": name,
                     "threshold": f"{threshold:.3g}",
                     "tau": found[name].tau,

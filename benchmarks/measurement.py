@@ -106,11 +106,6 @@ def parse_tree(text: str) -> TreeConfig:
     return TreeConfig(total_tokens=total_tokens, depth=depth, top_k=top_k)
 
 
-def tree_name(tree: TreeConfig) -> str:
-    """Return ``total_tokens/depth/top_k``."""
-    return f"{tree.total_tokens}/{tree.depth}/{tree.top_k}"
-
-
 def progress(items: Iterable[T], label: str) -> Iterable[T]:
     """Iterate with a progress bar on standard error."""
     return tqdm(list(items), desc=label, file=sys.stderr, leave=False)
@@ -462,7 +457,7 @@ def pair_method(
         out = pair.generate(ids, torch.ones_like(ids), new_tokens, **options)
         return out.sequences, sum(map(len, out.stats.accepted))
 
-    setting = "" if tree is None else tree_name(tree)
+    setting = "" if tree is None else tree.shape
     return Method(name, setting, timed(generate, pair.target.device))
 
 
@@ -599,7 +594,7 @@ def step_rows(
         found.append(
             {
                 "method": contender.name,
-                "tree": "" if contender.tree is None else tree_name(contender.tree),
+                "tree": "" if contender.tree is None else contender.tree.shape,
                 "tau": steps.tau,
                 "step_ms": 1e3 * steps.seconds,
                 **{f"{phase}_ms": value for phase, value in phases.items()},

@@ -40,7 +40,6 @@ from measurement import (
     parse,
     parse_tree,
     save_report,
-    tree_name,
     word_problems,
 )
 
@@ -91,8 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trees = options.tree or list(map(parse_tree, TREES[:first]))
     cases: list[tuple[str, TreeConfig, dict[str, Any]]] = [
         ("plain", trees[0], {"method": "ar"}),
-        *((f"exact {tree_name(tree)}", tree, {"threshold": 0.0}) for tree in trees),
-        *((f"FSD {tree_name(tree)}", tree, FSD) for tree in map(parse_tree, CHAINS[:first])),
+        *((f"exact {tree.shape}", tree, {"threshold": 0.0}) for tree in trees),
+        *((f"FSD {tree.shape}", tree, FSD) for tree in map(parse_tree, CHAINS[:first])),
     ]
     tasks = word_problems(load_tokenizer(BUNDLED_TARGET), count)
     pairs = {"bundled pair": (BUNDLED_TARGET, BUNDLED_HEAD, tasks)}

@@ -32,7 +32,7 @@ from typing import Any
 
 import httpx
 import psutil
-from measurement import Table, new_parser, parse, parse_tree, progress, save_report, tree_name
+from measurement import Table, new_parser, parse, parse_tree, progress, save_report
 from revisions import NEW, OLD, ROOT, unpack
 
 from eagle_fsd import TreeConfig
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     texts: dict[str, list[list[str]]] = {}
     note = (
         f"{count} requests, sent {rounds} times, at most {new_tokens} new tokens, greedy and"
-        f" lossless, tree {tree_name(options.tree)}."
+        f" lossless, tree {options.tree.shape}."
     )
     if options.compile:
         note += " Only the working tree's steps with one request are compiled."

@@ -40,7 +40,6 @@ from measurement import (
     save_report,
     step_rows,
     time_steps,
-    tree_name,
 )
 from transformers import (
     AutoModelForCausalLM,
@@ -209,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         vocabs = [None, draft_vocab] if draft_vocab < model.config.vocab_size else [None]
         for vocab, tree in itertools.product(vocabs, trees):
             pair = EagleFSD(model, random_head(model, vocab), tree)
-            title = f"{shape}, draft vocabulary {pair.drafter.vocab_size}, tree {tree_name(tree)}"
+            title = f"{shape}, draft vocabulary {pair.drafter.vocab_size}, tree {tree.shape}"
             ways, times = _time(
                 options, pair, rows=options.rows, context=context, timing=timing, label=title
             )

@@ -122,10 +122,10 @@ def _training_texts(
 
 def _print(found: dict[str, Any]) -> None:
     """Print the JSON values of a diagnosis as text."""
-    tree = found["tree"]
+    tree = TreeConfig(**found["tree"])
     out.print(
         f"{found['drafter']}: tau {found['tau']:.2f} ({found['tokens']:,} tokens,"
-        f" exact greedy decoding, tree {tree['total_tokens']}/{tree['depth']}/{tree['top_k']})",
+        f" exact greedy decoding, tree {tree.shape})",
         soft_wrap=True,
     )
     if found["acceptance"] != "lossless":

@@ -22,7 +22,7 @@ from eagle_fsd.evaluation.methods import (
     rule_method,
 )
 from eagle_fsd.evaluation.search.prediction import Candidate
-from eagle_fsd.evaluation.search.search import TreePlan, shape
+from eagle_fsd.evaluation.search.search import TreePlan
 from eagle_fsd.evaluation.statistics import confidence_per_test, is_loss_below
 from eagle_fsd.evaluation.tables import Row
 from eagle_fsd.model.config import Settings
@@ -121,7 +121,7 @@ def plan_settings(plan: TreePlan, methods: Sequence[Method]) -> list[Setting]:
         bushy = [item for item in trees if item.tree.top_k > 1]
         for item in (*chains[:1], *bushy[:1]):
             if item.tokens_per_second > exact:
-                name = f"{method.name} tree {shape(item.tree, '-')}"
+                name = f"{method.name} tree {item.tree.shape.replace('/', '-')}"
                 own = replace(method, name=name, tree=item.tree)
                 setting = Setting(own, method.name, item.tokens_per_second / exact)
                 found.setdefault(item, setting)

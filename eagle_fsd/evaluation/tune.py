@@ -20,7 +20,6 @@ from eagle_fsd.evaluation.search.search import (
     TreeSearch,
     fastest_first,
     race_exact,
-    shape,
 )
 from eagle_fsd.evaluation.search.workload import Workload
 from eagle_fsd.evaluation.settings_file import settings_files, settings_values
@@ -87,7 +86,7 @@ class Tuning:
         """Return the outcome in sentences."""
         found = [race_sentence(item) for item in self.search.races if item.trees]
         found += [
-            f"For {rows} prompts at once, lossless decoding with the tree {shape(item.tree)} is"
+            f"For {rows} prompts at once, lossless decoding with the tree {item.tree.shape} is"
             f" predicted to be {item.over_plain:.2f} times as fast as plain decoding."
             for rows, item in self.batch.items()
         ]
@@ -105,7 +104,7 @@ class Tuning:
         rows = [
             [
                 row["name"],
-                shape(TreeConfig(**row["tree"])) if row["tree"] else "",
+                TreeConfig(**row["tree"]).shape if row["tree"] else "",
                 number_text(row["tokens_per_second"], ".1f"),
                 number_text(row["predicted_tokens_per_second"], ".1f"),
                 number_text(row["tau"], ".2f"),
@@ -157,13 +156,13 @@ def race_values(race: TreeRace) -> dict[str, Any]:
 def race_sentence(race: TreeRace) -> str:
     """Return the outcome in a sentence, with the intervals of all ratios."""
     best, *others = race.trees
-    name, own = race.method.name, shape(best.tree)
+    name, own = race.method.name, best.tree.shape
     if race.tree == PLAIN_TREE:
         ratio = best.over(race.references["plain"])
         return f"{name}: plain decoding; the best tree, {own}, is {ratio} as fast."
     compared = dict(race.references)
     if others:
-        compared[f"the next best tree, {shape(others[0].tree)}"] = others[0]
+        compared[f"the next best tree, {others[0].tree.shape}"] = others[0]
     parts = [f"{best.over(other)} as fast as {label}" for label, other in compared.items()]
     return f"{name}: tree {own}, {', '.join(parts)}."
 

@@ -116,6 +116,11 @@ class TreeConfig(Options):
         """
         return cls(total_tokens=16, depth=8, top_k=2) if device_type == "cpu" else cls()
 
+    @property
+    def shape(self) -> str:
+        """The tree as ``total_tokens/depth/top_k``."""
+        return f"{self.total_tokens}/{self.depth}/{self.top_k}"
+
 
 class AcceptanceConfig(Options):
     """Which drafted tokens verification accepts (FSD, arXiv 2502.20704). Lossless by default.

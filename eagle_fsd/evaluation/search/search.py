@@ -213,11 +213,6 @@ class TreeRace:
         return PLAIN_TREE if is_slow or best.tree.total_tokens == 1 else best.tree
 
 
-def shape(tree: TreeConfig, separator: str = "/") -> str:
-    """Format a tree as nodes/depth/children of each node."""
-    return separator.join(map(str, (tree.total_tokens, tree.depth, tree.top_k)))
-
-
 @dataclass
 class TreeSearch:
     """A search for the fastest trees of some methods, which may be incomplete.
