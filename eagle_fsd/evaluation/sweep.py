@@ -148,14 +148,14 @@ def probe_divergences(workload: Workload, names: Sequence[str]) -> dict[str, Any
     seed, batch = workload.config.seed, workload.config.batch
     workload.generate(workload.model, workload.prompts, seed, max_batch=batch, rule=probe)
     empty, levels = torch.zeros(0), torch.tensor([0.25, 0.5, 0.75])
-    drafted = torch.cat([empty.bool(), *(item.drafted.cpu() for item in probe.records)])
+    drafted = torch.cat([empty.bool(), *(item.cpu() for item in probe.drafted)])
     found: dict[str, Any] = {
         "drafted": int(drafted.sum()),
         "not_drafted": int((~drafted).sum()),
         "questions": len(workload.prompts),
     }
     for name in names:
-        values = torch.cat([empty, *(item.divergences[name].cpu() for item in probe.records)])
+        values = torch.cat([empty, *(item.cpu() for item in probe.divergences[name])])
         sides = {"drafted": values[drafted], "not_drafted": values[~drafted]}
         found[name] = {
             side: part.quantile(levels).tolist() for side, part in sides.items() if len(part)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,26 +18,20 @@ if TYPE_CHECKING:
 MIN_OPEN = 0.02
 
 
-@dataclass(frozen=True)
-class ProbeRecord:
-    """The ``K`` expanded nodes with children that exact verification reached in one step.
-
-    ``drafted`` ``[K]`` says whether the target's sample is among a node's children.
-    """
-
-    depths: Tensor
-    drafted: Tensor
-    divergences: dict[str, Tensor]
-
-
 class DivergenceProbe(AcceptanceRule):
-    """An exact acceptance rule that appends a :class:`ProbeRecord` to ``records`` at every step."""
+    """An exact acceptance rule that records the nodes that verification reaches in every step.
+
+    The lists get a tensor ``[K]`` over the ``K`` expanded nodes with children of every step:
+    ``drafted`` says whether the target's sample is among a node's children.
+    """
 
     capturable = False  # the number of recorded nodes varies
 
     def __init__(self, divergences: Sequence[str] = ("js",)) -> None:
         self.rules = {name: FuzzyRule(threshold=0.0, divergence=name) for name in divergences}
-        self.records: list[ProbeRecord] = []
+        self.depths: list[Tensor] = []
+        self.drafted: list[Tensor] = []
+        self.divergences: dict[str, list[Tensor]] = {name: [] for name in divergences}
 
     def gate(self, inputs: VerificationInputs) -> Tensor:
         """Record the step; see :meth:`AcceptanceRule.gate`."""
@@ -52,13 +45,10 @@ class DivergenceProbe(AcceptanceRule):
             values = {name: rule.divergences(inputs) for name, rule in self.rules.items()}
             # Infinite at leaves and at nodes that were not expanded.
             reached &= next(iter(values.values())).isfinite()
-            self.records.append(
-                ProbeRecord(
-                    tree.depths[reached],
-                    drafted[reached],
-                    {name: value[reached] for name, value in values.items()},
-                )
-            )
+            self.depths.append(tree.depths[reached])
+            self.drafted.append(drafted[reached])
+            for name, value in values.items():
+                self.divergences[name].append(value[reached])
         return torch.ones_like(tree.tokens, dtype=torch.bool)
 
     def admits(self, inputs: VerificationInputs, nodes: Tensor, tokens: Tensor) -> Tensor:
@@ -73,8 +63,7 @@ def gate_divergences(
     probe = DivergenceProbe((divergence,))
     for _ in model.generate_many(prompts, max_new_tokens, rule=probe):
         pass
-    records = [record.divergences[divergence].cpu() for record in probe.records]
-    return torch.cat([torch.empty(0), *records])
+    return torch.cat([torch.empty(0), *(value.cpu() for value in probe.divergences[divergence])])
 
 
 def describe_closed_gate(divergences: Tensor, threshold: float) -> str | None:

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.pipeline import EagleFSD
-from eagle_fsd.model.probe import DivergenceProbe, ProbeRecord
+from eagle_fsd.model.probe import DivergenceProbe
 from eagle_fsd.model.target import Target
 from eagle_fsd.train.dataset import Example, TrainingBatch
 from eagle_fsd.train.losses import HeadLosses, loss_inputs
@@ -64,17 +64,13 @@ def decode_validation(head: DraftHead, target: Target, prompts: Sequence[Tensor]
     tokens = steps = 0
     for item in model.generate_many(prompts, MAX_NEW_TOKENS, rule=probe):
         tokens, steps = tokens + item.stats.tokens, steps + item.stats.steps
-    return {
-        "tau": tokens / steps if steps else None,
-        "js_by_depth": _mean_js_by_depth(probe.records),
-    }
+    return {"tau": tokens / steps if steps else None, "js_by_depth": _mean_js_by_depth(probe)}
 
 
-def _mean_js_by_depth(records: Sequence[ProbeRecord]) -> list[float]:
+def _mean_js_by_depth(probe: DivergenceProbe) -> list[float]:
     """Average the divergence at accepted nodes by depth, the root (depth 0) first."""
-    if not any(len(record.depths) for record in records):
+    if not any(map(len, probe.depths)):
         return []
-    depths = torch.cat([record.depths for record in records])
-    values = torch.cat([record.divergences["js"] for record in records]).double()
+    depths, values = torch.cat(probe.depths), torch.cat(probe.divergences["js"]).double()
     means: list[float] = (depths.bincount(values) / depths.bincount()).tolist()
     return means

@@ -41,11 +41,11 @@ def test_reached_nodes_with_children_are_recorded() -> None:
     # A tree without children is not recorded.
     probe.gate(make_inputs(make_tree([0], [A]), [UNIFORM], sampled=[B]))
     kept = verify(inputs, probe)
-    (record,) = probe.records
-    assert record.depths.tolist() == [0, 1]
-    assert record.drafted.tolist() == [True, False]
-    assert record.divergences["tv"].tolist() == pytest.approx([0.0, 0.4], abs=1e-6)
-    expected = FuzzyRule(ALWAYS).divergences(inputs)[0, [0, 1]]
-    assert torch.equal(record.divergences["js"], expected)
+    (depths,), (drafted,) = probe.depths, probe.drafted
+    assert depths.tolist() == [0, 1]
+    assert drafted.tolist() == [True, False]
+    (js,), (tv,) = probe.divergences.values()
+    assert tv.tolist() == pytest.approx([0.0, 0.4], abs=1e-6)
+    assert torch.equal(js, FuzzyRule(ALWAYS).divergences(inputs)[0, [0, 1]])
     for result in (kept, verify(inputs, DivergenceProbe(), AcceptanceConfig(fallback="stop"))):
         assert torch.equal(result.tokens, verify(inputs, ExactRule()).tokens)
