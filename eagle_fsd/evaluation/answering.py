@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import fmean
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,15 +47,7 @@ ANSWERS_PER_ROW = 4
 #: of speeds are over groups.
 MIN_GROUPS = 4
 
-
-class Named(Protocol):
-    """A method with the name of its answer file."""
-
-    @property
-    def name(self) -> str: ...
-
-
-M = TypeVar("M", bound=Named)
+M = TypeVar("M")
 
 
 @dataclass(frozen=True)
@@ -165,12 +157,12 @@ class Answerer(ABC, Generic[M]):
     def records(
         self,
         answers: Sequence[Conversation],
-        method: M,
+        name: str,
         group: int,
         seconds: float,
         memory: int | None = None,
     ) -> list[Record]:
-        """Return the records of a group, given all samples of the answers to its questions.
+        """Return a method's records of a group, given all samples of the answers to its questions.
 
         The group's ``seconds``, as ``wall_time``, are divided in proportion to the time that each
         turn took, its ``latency``.
@@ -185,7 +177,7 @@ class Answerer(ABC, Generic[M]):
                     "question_id": question.question_id,
                     "category": question.category,
                     "answer_id": uuid.uuid4().hex[:22],
-                    "model_id": method.name,
+                    "model_id": name,
                     "session": self.session.begin(),
                     "batch": group,
                     "choices": [],
@@ -193,8 +185,8 @@ class Answerer(ABC, Generic[M]):
                 }
             choice: dict[str, Any] = {"index": answer.sample}
             for turn in answer.turns:
-                for name, value in self._values(turn, share, memory).items():
-                    choice.setdefault(name, []).append(value)
+                for key, value in self._values(turn, share, memory).items():
+                    choice.setdefault(key, []).append(value)
             records[question.question_id]["choices"].append(choice)
         return list(records.values())
 
@@ -262,7 +254,7 @@ class PairAnswerer(Answerer[Method]):
         for first, *others in zip(*(answers for answers, _ in runs), strict=True):
             first.turns = _average([first.turns, *(other.turns for other in others)])
         seconds = fmean(seconds for _, seconds in runs)
-        return self.records(runs[0][0], method, group, seconds=seconds, memory=memory)
+        return self.records(runs[0][0], method.name, group, seconds=seconds, memory=memory)
 
     def _converse(
         self, questions: Sequence[Question], method: Method, samples: int

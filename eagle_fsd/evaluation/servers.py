@@ -120,7 +120,7 @@ class ServerAnswerer(Answerer[ComparedServer]):
             if len(item.turns) < len(item.question.turns)
         }
         kept = [item for item in answers if item.question.question_id not in incomplete]
-        yield from self.records(kept, method, group, seconds=seconds)
+        yield from self.records(kept, method.name, group, seconds=seconds)
         if failure is not None:
             raise failure
 
