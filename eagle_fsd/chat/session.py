@@ -167,8 +167,10 @@ class ChatAnswer:
 
         Cancel that if a stop string ends the answer. Raises as :meth:`EagleFSD.request`.
         """
-        ids = self._request.ids[0].to(self._model.target.device)
-        answer = batch.add(self._model.request(ids, **self._options()))
+        ids, options = self._request.ids[0], self._options()
+        if options["logits_processor"]:  # which read it on the device
+            ids = ids.to(self._model.target.device)
+        answer = batch.add(self._model.request(ids, **options))
         self.decoding = answer.stats
         return answer
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from eagle_fsd.model.compilation import using_device
+from eagle_fsd.model.compilation import upload, using_device
 
 #: Minimum step between the numbers of slots that passes read, see :meth:`TreeCache.keys`. It is
 #: larger on CUDA, where every number takes a graph of its own and unused slots cost less.
@@ -171,7 +171,7 @@ class TreeCache(Cache):
         """Overwrite the first slots of rows, in every layer, reading all before writing any."""
         for store in self._stores:
             # Indices that are lists would be sent to the device for every plane.
-            read, written = (torch.tensor(rows, device=store.device) for rows in (source, target))
+            read, written = (upload(rows, store.device) for rows in (source, target))
             for plane in store[:, :, :length]:  # one at a time: the rows that are read are copied
                 plane.index_copy_(0, written, plane.index_select(0, read))
 

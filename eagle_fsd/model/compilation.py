@@ -19,7 +19,7 @@ from types import FunctionType
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.utils._triton import has_triton, has_triton_package
 
@@ -259,6 +259,14 @@ def _is_about_calls(guard: Any) -> bool:
 def using_device(device: torch.device) -> AbstractContextManager[object]:
     """Make a CUDA device torch's current one, whose streams events, graphs and kernels use."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def upload(values: Any, device: torch.device) -> Tensor:
+    """Copy numbers to a device without waiting for it."""
+    tensor = torch.as_tensor(values)
+    if device.type == "cuda":  # only a copy from pinned memory is asynchronous
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def has_graphs(device: torch.device) -> bool:

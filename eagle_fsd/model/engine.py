@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from eagle_fsd.model import memory
 from eagle_fsd.model.attention import query_groups
 from eagle_fsd.model.cache import TreeCache, cache_slots
-from eagle_fsd.model.compilation import BackgroundCompiler, has_graphs, using_device
+from eagle_fsd.model.compilation import BackgroundCompiler, has_graphs, upload, using_device
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.description import describe_modules
 from eagle_fsd.model.drafters.interface import Drafter
@@ -225,14 +225,13 @@ class Engine:
         """Set the tensors of new rows."""
         device = self.target.device
         own = slice(first, first + len(rows))
-        self._tensors.roots[own] = torch.tensor([row.root for row in rows])
-        self._tensors.lengths[own] = torch.tensor([row.length for row in rows])
-        self._tensors.keys[own] = torch.tensor([row.key for row in rows])
+        self._tensors.roots[own] = upload([row.root for row in rows], device)
+        self._tensors.lengths[own] = upload([row.length for row in rows], device)
+        self._tensors.keys[own] = upload([row.key for row in rows], device)
         for place, row in enumerate(rows, first):
             state = row.rule_state
             if state is None:
-                prompt = torch.tensor(row.prompt, device=device)
-                state = row.request.decision.rule.start([prompt])[0]
+                state = row.request.decision.rule.start([upload(row.prompt, device)])[0]
             for tensor in (self._tensors.rule_state, self._tensors.read_state):
                 tensor[place, : len(state)] = state
 
@@ -263,7 +262,7 @@ class Engine:
             self._mark_written(place, stop)
         if group.start < stop:
             prompts = [torch.tensor(row.prompt) for row in group.rows]
-            ids = pad_sequence(prompts, batch_first=True).to(self.target.device)
+            ids = upload(pad_sequence(prompts, batch_first=True), self.target.device)
             chunk = ids[:, group.start : stop]
             with self.cache.from_row(group.first):
                 features = self.target.prefill(chunk, group.start, self.cache, self.drafter.reads)
@@ -340,7 +339,7 @@ class Engine:
         self.caches.copy_rows(source, target)
         self.draft.copy_rows(source, target)
         device = self.target.device
-        read, written = (torch.tensor(rows, device=device) for rows in (source, target))
+        read, written = (upload(rows, device) for rows in (source, target))
         for tensor in self._tensors:
             tensor[written] = tensor[read]
 
@@ -409,9 +408,9 @@ class Engine:
             return groups, None
         device = self.target.device
         for group in groups:
-            group.index = torch.tensor(group.places, device=device)
+            group.index = upload(group.places, device)
         order = [place for group in groups for place in group.places]
-        return groups, torch.tensor(order, device=device).argsort()
+        return groups, upload(order, device).argsort()
 
     def step(self) -> StepResult:
         """Emit at least one token for each of :attr:`rows`, except for rows that joined during it.

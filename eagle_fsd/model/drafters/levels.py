@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.model.cache import TreeCache, additive_mask
+from eagle_fsd.model.compilation import upload
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.interface import Drafter, DraftState
 from eagle_fsd.model.plain_layers import AttentionInputs
@@ -184,10 +185,10 @@ class LevelState(DraftState):
 
     def admit(self, first: int, prompts: Sequence[Sequence[int]]) -> None:
         last, lengths, pending, tokens, features = self._part(first, len(prompts))
-        last.copy_(torch.tensor([len(prompt) - 2 for prompt in prompts]))
+        last.copy_(upload([len(prompt) - 2 for prompt in prompts], last.device))
         lengths.copy_(last.clamp_min(0) if self.shift else last + 1)
         pending.fill_(1)
-        tokens[:, 0] = torch.tensor([prompt[-1] for prompt in prompts])
+        tokens[:, 0] = upload([prompt[-1] for prompt in prompts], tokens.device)
         features.zero_()  # clear NaNs of an earlier row: an additive mask would let them through
 
     def _part(self, first: int, count: int) -> list[Tensor]:
@@ -259,6 +260,6 @@ class LevelState(DraftState):
 
     def copy_rows(self, source: Sequence[int], target: Sequence[int]) -> None:
         device = self._rows[0].device
-        read, written = (torch.tensor(rows, device=device) for rows in (source, target))
+        read, written = (upload(rows, device) for rows in (source, target))
         for tensor in self._rows:
             tensor[written] = tensor[read]

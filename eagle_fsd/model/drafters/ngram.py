@@ -17,15 +17,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import Self
 
 from eagle_fsd.model.cache import TreeCache
+from eagle_fsd.model.compilation import upload
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.interface import Drafter, DraftState
 from eagle_fsd.model.tree import DraftTree, Draw, ancestor_matrix, single_node
@@ -352,15 +352,15 @@ class _CountingState(DraftState):
         device = roots.device
         shape = batch, size - 1, self.drafter.vocab_size
         draft_log_probs = torch.full(shape, -torch.inf, dtype=torch.float32, device=device)
-        sparse = _upload(support, device), _upload(log_probs, device)
+        sparse = upload(support, device), upload(log_probs, device)
         draft_log_probs.scatter_reduce_(2, *sparse, "amax")
-        parent_nodes = _upload(parents, device)
+        parent_nodes = upload(parents, device)
         return DraftTree(
-            tokens=torch.cat([roots[:, None], _upload(tokens[:, 1:], device)], 1),
+            tokens=torch.cat([roots[:, None], upload(tokens[:, 1:], device)], 1),
             parents=parent_nodes,
-            depths=_upload(depths, device),
+            depths=upload(depths, device),
             ancestors=ancestor_matrix(parent_nodes, self.depth),
-            draft_rows=_upload(draft_rows, device),
+            draft_rows=upload(draft_rows, device),
             draft_log_probs=draft_log_probs,
             max_depth=self.depth,
         )
@@ -375,11 +375,3 @@ class _CountingState(DraftState):
         read = [self.rows[row] if row in target else self.rows[row].copy() for row in source]
         for row, copied in zip(target, read, strict=True):
             self.rows[row] = copied
-
-
-def _upload(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy an array to a device without waiting for it."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":  # only a copy from pinned memory is asynchronous
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
