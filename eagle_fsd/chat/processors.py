@@ -7,6 +7,7 @@ together, see :class:`~eagle_fsd.model.request.Decision`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -50,6 +51,7 @@ class LogitBias(LogitsProcessor):
     """OpenAI's bias of single tokens; -100 masks a token, also for fuzzy acceptance."""
 
     biases: tuple[tuple[int, float], ...]
+    reads_prefix: ClassVar[bool] = False
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the biased logits ``[B, V]``."""

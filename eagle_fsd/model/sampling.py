@@ -123,8 +123,10 @@ class Sampler:
 
     @property
     def needs_prefix(self) -> bool:
-        """Whether any processor reads previous tokens."""
-        return any(type(item) not in PREFIX_FREE for item in self.processors)
+        """Whether any processor reads previous tokens, which its ``reads_prefix`` may deny."""
+        return any(
+            getattr(item, "reads_prefix", type(item) not in PREFIX_FREE) for item in self.processors
+        )
 
     @property
     def on_device(self) -> bool:
