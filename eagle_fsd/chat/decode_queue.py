@@ -265,18 +265,17 @@ class DecodeQueue:
         """Accept no further requests."""
         self._draining = True
 
-    def abort(self, message: str) -> bool:
-        """End all requests with an AbortedError; return whether there were any."""
+    def abort(self, message: str) -> None:
+        """End all requests with an AbortedError."""
         with self._changed:
-            items = [item for item in self._present() if not item.cancelled]
-            for item in items:
-                if isinstance(item, Call):  # jobs are counted when they are removed
-                    self.metrics.request_finished("failed", {})
-                item.fail(AbortedError(message))
-        return bool(items)
+            for item in self._present():
+                if not item.cancelled:
+                    if isinstance(item, Call):  # jobs are counted when they are removed
+                        self.metrics.request_finished("failed", {})
+                    item.fail(AbortedError(message))
 
     def close(self, timeout: float = 5.0) -> None:
-        """Cancel all requests, and wait some seconds for the current step to end."""
+        """Cancel all requests, and wait up to ``timeout`` seconds for the current step to end."""
         with self._changed:
             self._closed = True
             for item in (*self._waiting, *self._calls, *self._active):

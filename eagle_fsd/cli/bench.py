@@ -44,8 +44,9 @@ def bench(
 ) -> None:
     """Compare plain, lossless speculative and FSD decoding: speed, accuracy, time by phase."""
     if output is not None:
-        output = output.resolve()  # it is replaced, and must not be a link to a device
-        if (output.exists() and not output.is_file()) or not os.access(output.parent, os.W_OK):
+        is_special = output.exists() and not output.is_file()  # a folder or a device
+        output = output.resolve()  # what a link names is replaced, not the link
+        if is_special or not os.access(output.parent, os.W_OK):
             raise OptionsError(f"--output must be a file in a writable folder; got {output}")
     from eagle_fsd.evaluation.bench import bench as run
 

@@ -38,8 +38,6 @@ from eagle_fsd.utils.text import before_stop
 
 #: Maximum number of positions whose distributions are in memory at once.
 LIKELIHOOD_CHUNK = 512
-#: Answers whose log-probabilities are kept.
-MAX_SCORED = 4096
 #: Maximum number of answers per row of the batch that a method decodes before the next method: the
 #: batch is full except at the end of these answers.
 ANSWERS_PER_ROW = 4
@@ -240,7 +238,8 @@ class PairAnswerer(Answerer[Method]):
         self.ends = answer_ends(self.model, self.chat_template)
         self._pairs: dict[str, EagleFSD] = {}
         # Methods often give equal answers, which are scored once.
-        self._log_probs = lru_cache(MAX_SCORED)(self._compute_log_probs)
+        kept = max(1, len(self.methods)) * ANSWERS_PER_ROW * self.config.batch
+        self._log_probs = lru_cache(kept)(self._compute_log_probs)
 
     def warm_up(self, questions: Sequence[Question], method: Method) -> None:
         self._converse(questions, method, 1)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd.evaluation.frontier import Point, pareto_front, points, quality_range, speed_range
-from eagle_fsd.evaluation.methods import BASELINES, EXACT, HF, PLAIN
+from eagle_fsd.evaluation.methods import BASELINES, EXACT, HF, PLAIN, format_number
 from eagle_fsd.evaluation.tables import Row, measured, measurement
 from eagle_fsd.utils.text import escape_control_chars
 
@@ -47,7 +47,8 @@ LABEL_PLACES = [
 def draw_figures(report: dict[str, Any], folder: Path) -> None:
     """Draw the figures of a report, and add the names of the PNG files to it as ``figures``.
 
-    :data:`METHODS` is drawn only if :data:`TRADEOFF` leaves methods out.
+    :data:`METHODS` is drawn only if :data:`TRADEOFF` leaves methods out. Nothing is drawn or added
+    if no method can be compared with the reference.
     """
     import matplotlib
 
@@ -75,7 +76,7 @@ def _series(point: Point) -> str:
     if settings.get("method") != "fsd" or settings["selection"] == "priced":
         return ""
     divergence = "" if settings["divergence"] == "js" else f"{settings['divergence']} "
-    return f"FSD, {divergence}r={settings['min_ratio']:g}"
+    return f"FSD, {divergence}r={format_number(settings['min_ratio'])}"
 
 
 def _lines(found: Sequence[Point]) -> dict[str, list[Point]]:

@@ -70,7 +70,7 @@ class EnginePool:
         with self._lock:
             for engine in reversed(self._engines):
                 if engine.reuse_key == key:
-                    self._engines.remove(engine)
+                    self._engines = [item for item in self._engines if item is not engine]
                     return engine
         return None
 
@@ -326,13 +326,13 @@ class Batch:
             engine.admit(by_length(rows))
 
     def _make_room(self, engine: Engine, new: int, request: Request) -> bool:
-        """Reserve memory for the last of ``new`` rows to admit; return whether there is enough."""
+        """Reserve memory for ``new`` rows to admit, the last one for ``request``, if it fits."""
         rows = len(engine.rows) + engine.joining + new
         reserved_rows, reserved_length = engine.reserved
         needed = max(rows, reserved_rows), max(request.max_length, reserved_length)
         if needed == engine.reserved:
             return True
-        # Make room for those that follow, too, because what is cached is copied.
+        # Make room for those that follow, too: the caches are copied when they grow.
         preferred = needed
         if request.max_length > reserved_length:
             preferred = needed[0], max(needed[1], reserved_length * 5 // 4)

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_fsd.model.attention import folded_queries
+from eagle_fsd.model.compilation import upload
 from eagle_fsd.model.config import BeamSearchConfig
 from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.engine import Engine
@@ -228,21 +229,18 @@ def _as_verification(
     tree: DraftTree, paths: list[list[int]], tokens: list[list[int]]
 ) -> Verification:
     """Describe kept paths, root first, and each row's new tokens as a result of verification."""
-    width = tree.max_depth + 1
+    width, device = tree.max_depth + 1, tree.tokens.device
     origins = [_origins(len(path)) for path in paths]
-    count = torch.tensor([len(path) for path in paths])
-    packed = torch.tensor(
-        [
-            [value for part in parts for value in part + [0] * (width - len(part))]
-            for parts in zip(paths, tokens, origins, strict=True)
-        ]
-    )
-    path, new, origin = packed.to(tree.tokens.device).split(width, 1)
+    packed = [
+        [value for part in parts for value in part + [0] * (width - len(part))]
+        for parts in zip(paths, tokens, origins, strict=True)
+    ]
+    path, new, origin = upload(packed, device).split(width, 1)
     accepted = torch.zeros(len(paths), tree.size, dtype=torch.bool, device=path.device)
     return Verification(
         tokens=new,
         origins=origin,
-        count=count.to(path.device),
+        count=upload([len(path) for path in paths], device),
         path=path,
         accepted=accepted.scatter(1, path, True),
     )

@@ -48,8 +48,8 @@ class Description:
 def describe_modules(*modules: nn.Module) -> Description:
     """Describe modules.
 
-    Assignments to global variables, and to attributes of a module's class other than ``forward``,
-    are not noticed.
+    Assignments to global variables and to attributes of a module's class other than ``forward``,
+    and changes in place of what a hook's object or closure holds, are not noticed.
     """
     walk, structures = _Walk(), []
     for module in modules:
@@ -114,14 +114,19 @@ class _Walk:
                 self.add(item)
 
     def _add_function(self, function: Any) -> None:
-        """Add a function, and what it refers to as far as that cannot change with every call."""
+        """Add which function this is, and its defaults and closure.
+
+        Plain values and functions in them are compared by content, other objects by identity only:
+        what they hold may change with every call.
+        """
         if isinstance(function, MethodType):
             self._add_identity(function.__self__)
             function = function.__func__
         self._add_identity(function)
         if isinstance(function, FunctionType):
             cells = [_contents(cell) for cell in function.__closure__ or ()]
-            for item in (*(function.__defaults__ or ()), *cells):
+            keywords = (function.__kwdefaults__ or {}).values()
+            for item in (*(function.__defaults__ or ()), *keywords, *cells):
                 if type(item) in PLAIN or isinstance(item, (FunctionType, MethodType)):
                     self.add(item)
                 else:

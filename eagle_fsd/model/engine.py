@@ -261,7 +261,7 @@ class Engine:
             self.caches.rows[place].truncate(group.start)  # what follows is overwritten
             self._mark_written(place, stop)
         if group.start < stop:
-            prompts = [torch.tensor(row.prompt) for row in group.rows]
+            prompts = [torch.tensor(row.prompt, device="cpu") for row in group.rows]
             ids = upload(pad_sequence(prompts, batch_first=True), self.target.device)
             chunk = ids[:, group.start : stop]
             with self.cache.from_row(group.first):

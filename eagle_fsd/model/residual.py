@@ -55,13 +55,11 @@ class SampledChain:
 
     def log_ratio(self) -> Tensor:
         """Return ``[B, N - 1]``: ``log p(x) - log q(x)`` of the drafted tokens."""
-        index, own = self.drafted, self.token_ids
-        nodes = torch.arange(index.shape[1], device=index.device).expand_as(index)
-        if own is not None:  # the draft's token for each of the target's
-            inverse = torch.zeros(self.target.logits.shape[-1], dtype=torch.long, device=own.device)
-            index = inverse.scatter_(0, own, torch.arange(len(own), device=own.device))[index]
+        nodes = torch.arange(self.drafted.shape[1], device=self.drafted.device)
+        nodes = nodes.expand_as(self.drafted)
         log_p = self.target.log_prob(nodes, self.drafted).clamp_min(LOG_FLOOR)
-        return log_p - self.draft.log_prob(nodes, index)
+        own = draft_tokens(self.drafted, self.token_ids, self.target.logits.shape[-1])
+        return log_p - self.draft.log_prob(nodes, own)
 
     def residuals(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Sample from ``max(w p - q, 0)`` at every node but the last; return its mass, too.
@@ -89,6 +87,14 @@ class SampledChain:
             tokens.append(draw(residual, points[part])[0])
             masses.append(mass)
         return torch.cat(tokens).view_as(weight), torch.cat(masses).view_as(weight)
+
+
+def draft_tokens(tokens: Tensor, token_ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Return the draft's number of each of the target's tokens ``[B, N]``, which it drafted."""
+    if token_ids is None:
+        return tokens
+    numbers = torch.arange(len(token_ids), device=token_ids.device)
+    return numbers.new_zeros(vocab_size).scatter_(0, token_ids, numbers)[tokens]
 
 
 def verify_tokens(chain: SampledChain) -> Tensor:

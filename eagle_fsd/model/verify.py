@@ -196,15 +196,15 @@ class AcceptanceRule:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # It may have attributes that methods inherited from a dataclass ignore.
-        if "__init__" in vars(cls) and cls.__eq__ is not object.__eq__:
-            for name, method in (
-                ("__eq__", object.__eq__),
-                ("__hash__", object.__hash__),
-                ("__repr__", AcceptanceRule.__repr__),
-            ):
-                if name not in vars(cls):
-                    setattr(cls, name, method)
+        for name, method in (
+            ("__eq__", object.__eq__),
+            ("__hash__", object.__hash__),
+            ("__repr__", AcceptanceRule.__repr__),
+        ):
+            # Those of a dataclass ignore attributes that another __init__ may set.
+            owner = next(base for base in cls.__mro__ if name in vars(base))
+            if "__init__" in vars(cls) and "__dataclass_fields__" in vars(owner):
+                setattr(cls, name, method)
 
     def __repr__(self) -> str:
         plain = (bool, int, float, str, tuple, type(None), AcceptanceRule)

@@ -172,6 +172,7 @@ def store_features(
     needed = estimate_bytes(chats, loaded.target.hidden_size * len(states))
     request.out.mkdir(parents=True, exist_ok=True)
     stored = sum(shard.stat().st_size for shard in request.out.glob("features-*"))
+    state.wait_for_everyone()  # before partial files are removed
     needed = max(0, needed - stored)
     free = shutil.disk_usage(request.out).free
     needs, has = filesize.decimal(needed), filesize.decimal(free)

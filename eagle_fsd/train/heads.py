@@ -125,7 +125,7 @@ def load_for_training(
 def save_trained(
     head: DraftHead, path: Path, dtype: torch.dtype | None, binary: bool = False
 ) -> None:
-    """Save a head in the layout that EAGLE's authors publish, if it has a place for the layers."""
+    """Save a head in EAGLE's layout; an EAGLE-3 head without Llama layers in speculators'."""
     if isinstance(head, Eagle3Head):
         layout: HeadLayout = "eagle" if head.config.model_type == "llama" else "speculators"
         save_eagle3(head, path, layout=layout, dtype=dtype, binary=binary)

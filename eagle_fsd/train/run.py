@@ -80,7 +80,8 @@ def train(
         folder.check_usable(request.resume or request.overwrite)
     device_map = request.device_map or accelerator.device
     if request.store_features and request.dtype is None:
-        request = request.updated(dtype=fastest_dtype(accelerator.device))
+        dtype = folder.recorded("dtype") if request.resume else None
+        request = request.updated(dtype=dtype or fastest_dtype(accelerator.device))
     loaded: LoadedTarget | None = None
     if request.features is None:
         loaded = LoadedTarget.load(request, device_map, token)

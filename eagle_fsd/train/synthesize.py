@@ -34,6 +34,7 @@ from eagle_fsd.train.writing import (
     finish_output,
     ignore_tokens,
     prepare_output,
+    read_fingerprint,
     read_lines,
     refuse_local_options,
     special_token,
@@ -79,7 +80,8 @@ def synthesize(
     writer: LocalWriter | ServerWriter
     if server is None or server.base_url is None:
         if request.dtype is None:
-            request = request.updated(dtype=fastest_dtype(request.device_map))
+            dtype = read_fingerprint(request.out).get("dtype")  # of the run that is resumed
+            request = request.updated(dtype=dtype or fastest_dtype(request.device_map))
         loaded = LoadedTarget.load(request, request.device_map, token)
         tokenizer, template = loaded.tokenizer, loaded.chat_template
         writer = LocalWriter(loaded, on_tokens)

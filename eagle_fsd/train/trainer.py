@@ -223,14 +223,14 @@ class Trainer:
         return self.copy_head(torch.float32)
 
     def copy_head(self, dtype: torch.dtype) -> DraftHead:
-        """Copy the head on every process; only the main process's has the trained weights."""
+        """Copy the head. All processes must call this; only the main one's has the weights."""
         state = self.accelerator.get_state_dict(self.losses)
-        copy = empty_copy(self.head, dtype)
+        head = empty_copy(self.head, dtype)
         if self.accelerator.is_main_process:
-            copy.load_state_dict(
+            head.load_state_dict(
                 {name.removeprefix("head."): value for name, value in state.items()}
             )
-        return copy.eval().requires_grad_(False)
+        return head.eval().requires_grad_(False)
 
     # -- one step ----------------------------------------------------------------------------------
 

@@ -71,6 +71,12 @@ class TrainingFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         atomic_write(self.path / CONFIG_FILE, json.dumps(content, indent=2) + "\n")
 
+    def recorded(self, name: str) -> Any:
+        """Return what an earlier run recorded about its data; None if there is nothing."""
+        if not self.exists:
+            return None
+        return json.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))["data"].get(name)
+
     def check_usable(self, existing: bool) -> None:
         """Raise ValueError if the folder is not empty, unless an ``existing`` run is there."""
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):

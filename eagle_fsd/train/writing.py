@@ -283,8 +283,7 @@ def prepare_output(out: Path, fingerprint: dict[str, Any], overwrite: bool = Fal
 
     ``overwrite`` deletes what was written from other chats or options.
     """
-    file = out.with_name(out.name + ".meta.json")
-    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    before = read_fingerprint(out)
     before.pop("batch_size", None)  # of earlier versions
     if before and "dtype" in fingerprint:
         before.setdefault("dtype", fingerprint["dtype"])  # absent in earlier versions
@@ -296,12 +295,23 @@ def prepare_output(out: Path, fingerprint: dict[str, Any], overwrite: bool = Fal
             written.unlink()
         else:
             raise ValueError(f"{out} was written from other chats or options; choose another file")
-    atomic_write(file, json.dumps(fingerprint, indent=2) + "\n")
+    atomic_write(_fingerprint_file(out), json.dumps(fingerprint, indent=2) + "\n")
+
+
+def read_fingerprint(out: Path) -> dict[str, Any]:
+    """Return what an earlier run recorded; empty if there was none."""
+    file = _fingerprint_file(out)
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return found
+
+
+def _fingerprint_file(out: Path) -> Path:
+    return out.with_name(f"{out.name}.meta.json")
 
 
 def output_files(out: Path) -> list[Path]:
     """Return the files with written chats: the output and its parts, ``OUT.part0`` and so on."""
-    parts = sorted(out.parent.glob(f"{glob.escape(out.name)}.part*"))
+    parts = sorted(out.parent.glob(f"{glob.escape(out.name)}.part[0-9]*"))
     return [file for file in (out, *parts) if file.exists()]
 
 

@@ -100,10 +100,10 @@ class ChatClient:
     def stream(
         self, messages: Sequence[Mapping[str, Any]], **options: Any
     ) -> Generator[tuple[str, int], None, None]:
-        """Yield the texts of the assistant's next message as they arrive, then the usage.
+        """Yield the assistant's next message in pieces as they arrive, each as (text, 0).
 
-        That is "" with the number of tokens; before, and from servers that do not report it, the
-        number is 0. For options and errors, see :meth:`answer`.
+        A server that reports the usage adds ("", number of tokens) at the end. For options and
+        errors, see :meth:`answer`.
         """
         with self._failures():
             chunks = self._client.chat.completions.create(

@@ -170,6 +170,17 @@ def test_results_can_be_changed_and_converted() -> None:
     assert sum(stats.origins[0].values()) == 8
 
 
+def test_the_default_device_does_not_matter() -> None:
+    pair, ids = aligned_pair(), prompt(9)
+    for model in (pair, EagleFSD(pair.model, NGramDrafter())):
+        expected = model.generate(ids, max_new_tokens=16).sequences
+        with torch.device("meta"):
+            found = model.generate(ids, max_new_tokens=16).sequences
+            beams = model.beam_search(ids, max_new_tokens=4, num_beams=2).sequences
+        assert torch.equal(found, expected)
+        assert not beams.is_meta
+
+
 @pytest.mark.parametrize("family", ["minicpm3", "hyperclovax"])
 def test_scales_of_the_projection(family: str) -> None:
     """Features of tree passes are those of prefills, and are projected to the model's logits."""

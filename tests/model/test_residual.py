@@ -312,11 +312,20 @@ def test_fuzzy_chain_has_the_law_of_the_algorithm(
         assert _distance(found, wrong) > 2 * _bound(wrong)
 
 
-@pytest.mark.parametrize("rule", [TargetRule(acc=0.5), BudgetRule(0.1)])
-def test_raised_probabilities_are_verified_like_the_targets(rule: DrawnRule) -> None:
+@pytest.mark.parametrize(
+    ("rule", "token_ids"),
+    [(TargetRule(acc=0.5), None), (BudgetRule(0.1), None), (BudgetRule(0.1), [2, 0])],
+)
+def test_raised_probabilities_are_verified_like_the_targets(
+    rule: DrawnRule, token_ids: list[int] | None
+) -> None:
     """A token sampled from ``q`` is kept with the probability ``min(1, raised / q)``."""
     target, draft = _logits(5, 1.0)
     p, q = _probs(target, 1.0, 0), _probs(draft, 1.0, 0)
+    known = None if token_ids is None else torch.tensor(token_ids)
+    for probs in q.values() if known is not None else ():
+        probs[1] = 0.0
+        probs /= probs.sum()
 
     def algorithm(chain: tuple[int, ...], raises: bool = True) -> list[tuple[float, Array]]:
         found, reached = [], 1.0
@@ -328,7 +337,8 @@ def test_raised_probabilities_are_verified_like_the_targets(rule: DrawnRule) -> 
             reached *= kept
         return [*found, (reached, p[chain])]
 
-    found = _take_steps(target, draft, SamplingConfig(temperature=1.0), rule)
+    sampling = SamplingConfig(temperature=1.0)
+    found = _take_steps(target, draft, sampling, rule, token_ids=known)
     law, wrong = _enumerate(q, algorithm), _enumerate(q, partial(algorithm, raises=False))
     assert _distance(found, law) < _bound(law)
     assert _distance(found, wrong) > 2 * _bound(wrong)

@@ -108,6 +108,7 @@ class BoundedServer(uvicorn.Server):
         super().__init__(config)
         self.queue, self.shutdown_timeout = queue, shutdown_timeout
         self.on_started = on_started
+        self._stalled = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to listen; see ``uvicorn.Server``."""
@@ -127,11 +128,13 @@ class BoundedServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Supervise decoding, several times a second; see ``uvicorn.Server``."""
         if self.queue is not None:
-            if self.queue.stalled:
+            before, self._stalled = self._stalled, self.queue.stalled
+            if self._stalled:
                 seconds = self.queue.stall_timeout
                 message = f"decoding has stalled: a step takes more than {seconds:g} s"
-                if self.queue.abort(message):
+                if not before:
                     log.error(message)
+                self.queue.abort(message)
             self.should_exit = self.should_exit or self.queue.failed
         return await super().on_tick(counter)
 

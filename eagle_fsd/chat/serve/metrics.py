@@ -21,9 +21,9 @@ TAU_BUCKETS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 10, 12)
 class ServerMetrics:
     """Metrics of one server, in a separate registry.
 
-    tau over a period is ``eagle_fsd_tokens_total / eagle_fsd_steps_total`` (summed over origins);
-    the fraction of fuzzy tokens is ``eagle_fsd_tokens_total{origin="fuzzy"}`` over that sum; the
-    mean number of rows per step is ``eagle_fsd_steps_total / eagle_fsd_step_seconds_count``.
+    Tokens and steps are counted when an answer ends. tau of the answers that ended in a period is
+    ``eagle_fsd_tokens_total / eagle_fsd_steps_total`` (summed over origins), and the fraction of
+    their fuzzy tokens ``eagle_fsd_tokens_total{origin="fuzzy"}`` over that sum.
 
     The decoding thread reports its events, the event loop also calls :meth:`request_finished`.
     """

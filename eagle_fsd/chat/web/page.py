@@ -31,7 +31,7 @@ CONTROLS: dict[str, tuple[str, float | None]] = {
 EXPLANATIONS = {
     "divergence": "js: Jensen-Shannon, kl: Kullback-Leibler, tv: total variation.",
 }
-TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 HEADERS = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
@@ -47,10 +47,11 @@ def add_page(app: FastAPI, settings: dict[str, Any]) -> None:
     folder = files("eagle_fsd.chat.web")
     for route in PAGE_ROUTES:
         name = route.strip("/") or "page.html"
-        content, kind = folder.joinpath(name).read_bytes(), TYPES[name.rpartition(".")[2]]
+        content = folder.joinpath(name).read_bytes()
+        media_type = MEDIA_TYPES[name.rpartition(".")[2]]
 
-        def serve(_: Request, content: bytes = content, kind: str = kind) -> Response:
-            return Response(content, headers=HEADERS, media_type=kind)
+        def serve(_: Request, content: bytes = content, media_type: str = media_type) -> Response:
+            return Response(content, headers=HEADERS, media_type=media_type)
 
         app.add_route(route, serve, include_in_schema=False)
 

@@ -95,7 +95,7 @@ class RelaxedSampler(RejectionSampler):
         if target is not logits:  # vLLM divides by the temperature next
             scale = sampling_metadata.temperature[layout.rows, None]
             scale = torch.where(scale == 0.0, 1.0, scale)
-            logits = torch.where(raised[:, None], target * scale, logits)
+            logits = torch.where(raised[:, None], target.mul_(scale), logits)
         return logits
 
     def _raw_distributions(self, logits: Tensor, layout: Layout) -> Distributions:

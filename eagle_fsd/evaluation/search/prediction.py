@@ -326,7 +326,7 @@ def step_seconds(workload: Workload, method: Method, first: int) -> float:
             for answer, _ in found:
                 if answer.error is not None:
                     raise answer.error
-            if len(found) < len(prompts) and not spent:  # prompts are still being processed
+            if len(found) < batch.rows and not spent:  # prompts are still being processed
                 continue
             parts = [value for phase, value in batch.seconds.items() if phase != "prefill"]
             spent.append(from_first(pair.target, partial(sum, parts)))

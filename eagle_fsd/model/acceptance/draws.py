@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eagle_fsd.model.residual import draft_tokens
 from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs
 from eagle_fsd.model.vocabulary import exp
 
@@ -20,7 +21,8 @@ class DrawnRule(AcceptanceRule, ABC):
     random number ``u`` behind the target's sample is uniform in the sample's interval if the sample
     was drafted, and between the last interval and 1 otherwise. The same is done with the raised
     probabilities, and the child whose interval contains ``u`` is accepted. If nothing is raised,
-    that is the sample itself.
+    that is the sample itself. A token ``x`` that was sampled from ``q`` is instead accepted with
+    the probability ``min(1, raised / q(x))``.
     """
 
     needs_uniform = True
@@ -39,7 +41,8 @@ class DrawnRule(AcceptanceRule, ABC):
         if tree.sampled:  # the sample is the drafted token with the probability min(1, p / q)
             assert inputs.warped_draft is not None
             rows = tree.draft_rows.gather(1, tree.parents).clamp_min(0)
-            drafted = inputs.warped_draft.log_prob(rows, tree.tokens).exp()
+            own = draft_tokens(tree.tokens, tree.token_ids, inputs.warped.logits.shape[-1])
+            drafted = inputs.warped_draft.log_prob(rows, own).exp()
             kept, wanted = ((law / drafted).clamp_max(1.0) for law in (probs, raised))
             u = inputs.uniform.gather(1, tree.parents)
             return accepted & (exact | (u * (1.0 - kept) < wanted - kept))

@@ -27,9 +27,9 @@ def entropy(log_probs: Tensor) -> Tensor:
 def divergences(inputs: VerificationInputs, name: str, warped: bool = False) -> Tensor:
     """Compute the divergence at every node: ``[B, N]``, ``inf`` at leaves and nodes not expanded.
 
-    ``name`` is a key of :data:`~eagle_fsd.model.divergence.DIVERGENCES`, or ``reverse_kl``. With
-    ``warped``, the distributions after temperature, top-k and top-p are compared; raises
-    ``ValueError`` if there are none of the draft.
+    ``name`` is a key of :data:`~eagle_fsd.model.divergence.DIVERGENCES` or of
+    :data:`~eagle_fsd.model.config.DIVERGENCE_ALIASES`. With ``warped``, the distributions after
+    temperature, top-k and top-p are compared; raises ``ValueError`` if there are none of the draft.
     """
     tree = inputs.tree
     expanded = tree.draft_log_probs.shape[1]
