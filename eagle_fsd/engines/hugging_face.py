@@ -91,10 +91,13 @@ def generate(model: PreTrainedModel, **arguments: Any) -> Tensor:
     if (streamer := arguments.pop("streamer", None)) is not None:  # transformers drops it
         decode = functools.partial(decode, streamer=streamer)
     tokenizer = arguments.pop("tokenizer", None)  # transformers drops it, and strings need it
-    if tokenizer is not None and arguments.get("stop_strings") is not None:
-        own = StopStringCriteria(tokenizer, arguments.pop("stop_strings"))
-        given = arguments.get("stopping_criteria") or ()
-        arguments["stopping_criteria"] = StoppingCriteriaList([*given, own])
+    configs = arguments.get("generation_config"), model.generation_config
+    given = [arguments.get("stop_strings"), *(item.stop_strings for item in configs if item)]
+    strings = next((item for item in given if item is not None), None)
+    if tokenizer is not None and strings is not None:
+        own, criteria = StopStringCriteria(tokenizer, strings), arguments.get("stopping_criteria")
+        arguments["stopping_criteria"] = StoppingCriteriaList([*(criteria or ()), own])
+        arguments["stop_strings"] = None  # overrides those of a configuration, too
     transformers_generate: Any = model.generate
     found: Tensor = transformers_generate(custom_generate=decode, **arguments)
     return found

@@ -94,13 +94,16 @@ def fingerprints(network: nn.Module) -> dict[str, str]:
 
 
 def fingerprint_of_files(folder: str | Path, dtype: torch.dtype) -> str | None:
-    """Compute the fingerprint of a causal LM's files; None if they hold other tensors."""
+    """Compute the fingerprint of a causal LM's files; None if that is not possible."""
     values = read_json(str(Path(folder, "config.json")))
     if "model_type" not in values or values.get("quantization_config"):
         return None  # a head, or weights that are stored in another form
-    config = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (ValueError, ImportError):  # a model that this version of transformers lacks
+        return None
     files = tensor_files(lambda name: str(path) if (path := Path(folder, name)).exists() else None)
     parameters = dict(model.named_parameters())
     tensors = {}

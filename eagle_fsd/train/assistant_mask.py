@@ -62,9 +62,9 @@ def encode_chat(
     )
     starts = [start for start, _ in spans]
     mask = []
-    for first, last in encoded["offset_mapping"]:
+    for first, _ in encoded["offset_mapping"]:  # tokens of spaces may have empty offsets
         span = bisect_right(starts, first) - 1
-        mask.append(first < last and span >= 0 and first < spans[span][1])
+        mask.append(span >= 0 and first < spans[span][1])
     ids = encoded["input_ids"]
     truncated = max_length is not None and len(ids) > max_length
     return Example(index, ids[:max_length], mask[:max_length], truncated)

@@ -223,6 +223,8 @@ def _parse_turn(number: int, turn: Any, role_key: str, content_key: str) -> dict
         message["tool_calls"] = calls
     elif role == "assistant" and not content.strip():
         raise RecordError("empty assistant turn", f"turn {number} is an empty assistant turn")
+    if role == "assistant" and isinstance(turn.get("reasoning_content"), str):
+        message["reasoning_content"] = turn["reasoning_content"]  # templates may show it
     if role == "tool":
         message |= {key: turn[key] for key in TOOL_KEYS if isinstance(turn.get(key), str)}
     try:

@@ -61,14 +61,15 @@ class LoadedTarget:
     ) -> ChatDataset:
         """Open a chat file as a dataset, truncated where the target's attention would change.
 
-        Raises ValueError if no chat is valid, or the template rejects the first ones.
+        Raises ValueError if no chat is valid, or the template rejects all of a sample.
         """
         file = open_chat_file(path, progress)
         length = self._clamp_length(max_length)
         data = ChatDataset(file, self.tokenizer, self.chat_template, length)
-        errors = [data[index].error for index in range(min(TRIAL_CHATS, len(data)))]
+        sample = range(0, len(data), max(1, len(data) // TRIAL_CHATS))[:TRIAL_CHATS]
+        errors = [data[index].error for index in sample]
         if all(errors):
-            raise ValueError(f"the chat template fits none of the chats: {errors[0]}")
+            raise ValueError(f"the chat template fits none of {len(errors)} chats: {errors[0]}")
         return data
 
     def fingerprint(self, path: str | Path, max_length: int | None = None) -> dict[str, Any]:

@@ -32,8 +32,9 @@ from eagle_fsd.train.writing import (
     Writing,
     finish_output,
     ignore_tokens,
+    locate_lines,
     prepare_output,
-    read_lines,
+    read_line,
     refuse_local_options,
     turn_seed,
 )
@@ -168,7 +169,7 @@ def rewrite_chats(
         options = config.model_dump(exclude={"batch_size"})
         prepare_output(out, {**source, **options}, overwrite)
     state.wait_for_everyone()
-    done = set(read_lines(out))  # without the messages
+    done = set(locate_lines(out))
     state.wait_for_everyone()  # until all have read what there is, before it changes
     part = out if processes == 1 else out.with_name(f"{out.name}.part{process}")
     rewriting, count = Rewriting(chats, config, template), len(done)
@@ -195,7 +196,7 @@ def rewrite_chats(
         raise KeyboardInterrupt
     state.wait_for_everyone()
     if process == 0:
-        lines = read_lines(out)
-        finish_output(out, (lines[index] for index in sorted(lines)))
+        lines = locate_lines(out)
+        finish_output(out, (read_line(*lines[index]) for index in sorted(lines)))
     state.wait_for_everyone()
     return ChatFile(out)

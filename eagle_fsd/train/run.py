@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
+from accelerate.utils import InitProcessGroupKwargs, gather_object, parse_flag_from_env
 
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.self_check import check_target
@@ -68,6 +68,8 @@ def train(
     config = config or TrainConfig()
     accelerator = accelerator or make_accelerator(request.out, cpu=request.device_map == "cpu")
     is_main = accelerator.is_main_process
+    if accelerator.num_processes == 1 < int(os.environ.get("WORLD_SIZE", 1)):
+        raise OptionsError("several processes without a GPU need ACCELERATE_USE_CPU=true")
     if accelerator.mixed_precision == "fp16":  # its first losses overflow, to find a scale
         raise OptionsError("mixed precision must be bf16 or no; got fp16")
     if request.regenerate and accelerator.num_processes > 1:
@@ -113,10 +115,14 @@ def train(
         config = config.updated(max_length=fingerprint["max_length"])
     else:
         data, fingerprint = _open_chats(request, config, loaded, progress)
+    if len(set(gather_object([len(data)]))) > 1:
+        raise OptionsError(f"{request.data} changed while the processes were reading it")
     chats, _ = split_validation(len(data), config.validation, config.seed)
     check_contribution(data, chats, config.seed)
-    size = sum(data.size(index) for index in chats)
-    read = size if isinstance(data, FeatureStore) else size // BYTES_PER_TOKEN
+    sizes = [data.size(index) for index in chats]  # in tokens, or in bytes
+    if loaded is not None:
+        sizes = [min(size // BYTES_PER_TOKEN, length) for size in sizes]
+    read = sum(sizes)
     config = config.updated(epochs=config.count_epochs(read))
     fingerprint = {**fingerprint, "head": None if head is None else str(request.head)}
     if is_main and config.validation and not can_decode(target):
@@ -237,5 +243,6 @@ def _open_chats(
         with progress("rewriting") as report:
             writer = LocalWriter(loaded)
             rewrite_chats(writer, chats, path, progress=report, overwrite=request.overwrite)
+            writer.model.release_memory()
     with progress("reading") as report:
         return loaded.open_chats(path, length, report), loaded.fingerprint(path, length)

@@ -123,7 +123,7 @@ def synthesize(
             sieve.advance(report)
     if not sieve.complete:
         raise KeyboardInterrupt
-    finish_output(request.out, sieve.kept)
+    finish_output(request.out, (json.dumps(line).encode() + b"\n" for line in sieve.kept))
     log.warning("%s", sieve.summary())
     return ChatFile(request.out)
 

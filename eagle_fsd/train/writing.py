@@ -29,7 +29,7 @@ from eagle_fsd.train.config import RegenerateServer
 from eagle_fsd.train.loaded_target import LoadedTarget
 from eagle_fsd.utils.chat_api import ChatClient, Endpoint, EndpointError, map_concurrently
 from eagle_fsd.utils.detokenization import answer_text
-from eagle_fsd.utils.files import atomic_write, read_jsonl, truncate_partial_line
+from eagle_fsd.utils.files import atomic_path, atomic_write, read_jsonl, truncate_partial_line
 from eagle_fsd.utils.options import OptionsError
 from eagle_fsd.utils.signals import StopSignals
 
@@ -105,6 +105,10 @@ def special_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
     return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
 
 
+#: Errors of an answer that end its chat only: no room for it, or logits that are not finite.
+OF_ONE_CHAT = (MemoryError, FloatingPointError)
+
+
 class LocalWriter:
     """Write chats with a loaded target, many at once."""
 
@@ -137,11 +141,11 @@ class LocalWriter:
                     return
                 for answer, chunk in batch.step():
                     self.on_tokens(len(chunk.tokens))
-                    if answer.error is not None and not isinstance(answer.error, MemoryError):
+                    if answer.error is not None and not isinstance(answer.error, OF_ONE_CHAT):
                         raise answer.error
                     if chunk.finished:
                         chat, turn = running.pop(answer)
-                        error = answer.error  # of memory: other chats may fit
+                        error = answer.error
                         reply = (
                             turn.reply(*self._read(answer, turn))
                             if error is None
@@ -321,9 +325,30 @@ def read_lines(out: Path) -> dict[int, Line]:
     return {int(line["index"]): line for line in lines}
 
 
-def finish_output(out: Path, lines: Iterable[Line]) -> None:
+def locate_lines(out: Path) -> dict[int, tuple[Path, int, int]]:
+    """Return file, offset and size of each chat's line in the output and its parts."""
+    found = {}
+    for path in output_files(out):
+        offset = 0
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n") and line.strip():
+                    found[int(json.loads(line)["index"])] = path, offset, len(line)
+                offset += len(line)
+    return found
+
+
+def read_line(path: Path, offset: int, size: int) -> bytes:
+    """Read a line that :func:`locate_lines` found."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(size)
+
+
+def finish_output(out: Path, lines: Iterable[bytes]) -> None:
     """Write lines to the output, and remove its parts."""
-    atomic_write(out, "".join(json.dumps(line) + "\n" for line in lines))
+    with atomic_path(out) as temporary, temporary.open("wb") as whole:
+        whole.writelines(lines)
     for file in output_files(out):
         if file != out:
             file.unlink()

@@ -100,8 +100,8 @@ def _emitted_before(runner: Any, metadata: Any) -> Tensor:
 def _draft_logits(runner: Any, metadata: Any) -> Tensor | None:
     """Return ``[T, V]``: the draft's raw logits that a step's drafted tokens were chosen from.
 
-    None if they are unknown: without room in the drafter, vLLM schedules placeholders, and a
-    request that vLLM left out of the step before was drafted earlier.
+    None if there are none: without room in the drafter, vLLM schedules placeholders. They are NaN,
+    which closes gates, for a request that vLLM left out of the step before: it was drafted earlier.
     """
     drafted = getattr(runner.drafter, "_eagle_fsd_logits", [])
     runner.drafter._eagle_fsd_logits = []
@@ -110,7 +110,8 @@ def _draft_logits(runner: Any, metadata: Any) -> Tensor | None:
     if not drafted or not counts:
         return None
     rows = {name: row for row, name in enumerate(runner._eagle_fsd_requests)}
-    if not counts.keys() <= rows.keys():
-        return None
     steps = torch.stack(drafted, 1)  # [requests of the step before, K, V]
-    return torch.cat([steps[rows[name], :count] for name, count in counts.items()])
+    unknown = steps.new_full(steps.shape[1:], torch.nan)
+    return torch.cat(
+        [(steps[rows[name]] if name in rows else unknown)[:count] for name, count in counts.items()]
+    )

@@ -40,6 +40,12 @@ class RelaxedSamplerV2(RejectionSampler):
         sampler.__class__ = cls
         sampler.verifier = ChainVerifier(rule, log)
 
+    def _verify_in_chunks(self, *args: Any) -> Any:
+        """Verify in chunks whose ``[B, K + 1, V]`` tensors have the size of vLLM's ``[R, V]``."""
+        *before, limit, max_num_logprobs, drafted = args
+        limit = max(1, limit // (self.num_speculative_steps + 1))
+        return super()._verify_in_chunks(*before, limit, max_num_logprobs, drafted)
+
     def _verify(self, logits: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Verify a chunk, given raw logits ``[R, V]`` and vLLM's other arguments.
 

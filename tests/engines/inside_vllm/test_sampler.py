@@ -160,11 +160,11 @@ def test_divergences_are_those_of_the_draft_s_raw_logits() -> None:
 
 
 def test_drafts_of_an_earlier_step_are_verified_without_their_logits() -> None:
-    """The gate is closed if a request was not in the step before; otherwise rows follow names."""
+    """The gate is closed for requests that were not in the step before; rows follow names."""
     metadata, logits = batch([2, 2, 0], 0)
     sampler = relaxed(AcceptanceConfig(threshold=1.0))
     levels = list(torch.randn(2, 2, VOCABULARY))
-    for before, known in ((["c", "a"], False), (["b", "a"], True)):
+    for before, known in ((["c", "a"], ["a"]), (["b", "a"], ["a", "b"])):
         runner = SimpleNamespace(
             rejection_sampler=sampler,
             drafter=SimpleNamespace(_eagle_fsd_logits=list(levels)),
@@ -172,13 +172,15 @@ def test_drafts_of_an_earlier_step_are_verified_without_their_logits() -> None:
             _eagle_fsd_requests=before,
         )
         prepare(runner, metadata)
-        if known:
-            expected = torch.stack([level[row] for row in (1, 0) for level in levels])
-            assert sampler.draft_logits.equal(expected)
+        for place, name in enumerate(known):
+            expected = torch.stack([level[before.index(name)] for level in levels])
+            assert sampler.draft_logits[2 * place : 2 * place + 2].equal(expected)
         options = sampling([0.0, 0.0, 0.0])
         found = sampler(metadata, None, logits.clone(), options).sampled_token_ids
         plain = RejectionSampler(Sampler())(metadata, None, logits.clone(), options)
-        assert (found.tolist() == plain.sampled_token_ids.tolist()) is not known
+        for row, name in enumerate("ab"):
+            same = found[row].tolist() == plain.sampled_token_ids[row].tolist()
+            assert same is (name not in known)
 
 
 def test_other_versions_are_refused_with_settings_only(monkeypatch: pytest.MonkeyPatch) -> None:
