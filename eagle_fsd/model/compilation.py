@@ -263,7 +263,7 @@ def using_device(device: torch.device) -> AbstractContextManager[object]:
 
 def upload(values: Any, device: torch.device) -> Tensor:
     """Copy numbers to a device without waiting for it."""
-    tensor = torch.as_tensor(values, device="cpu")
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, device="cpu")
     if device.type == "cuda":  # only a copy from pinned memory is asynchronous
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
