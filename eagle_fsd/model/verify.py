@@ -203,7 +203,8 @@ class AcceptanceRule:
         ):
             # Those of a dataclass ignore attributes that another __init__ may set.
             owner = next(base for base in cls.__mro__ if name in vars(base))
-            if "__init__" in vars(cls) and "__dataclass_fields__" in vars(owner):
+            inherited = owner is not cls and "__dataclass_fields__" in vars(owner)
+            if "__init__" in vars(cls) and inherited:
                 setattr(cls, name, method)
 
     def __repr__(self) -> str:

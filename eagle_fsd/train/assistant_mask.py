@@ -106,7 +106,7 @@ def _check_tool_turn(chat: Chat, index: int, text: str, chat_template: ChatTempl
     """Reject a template that omits a tool call or its result, on which later answers depend."""
     message = chat[index]
     if "tool_calls" in message:
-        part, changed = "call", {"role": message["role"], "content": message["content"]}
+        part, changed = "call", {key: message[key] for key in message if key != "tool_calls"}
     elif message["role"] == "tool" and message["content"].strip():
         part, changed = "result", {**message, "content": ""}
     else:

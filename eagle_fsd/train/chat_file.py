@@ -40,7 +40,7 @@ ROLES = {
 #: Keys that a template may need to render the result of a tool call.
 TOOL_KEYS = ("name", "tool_call_id")
 #: Messages with a "role" (system, user, assistant or tool) and a "content"; an assistant's may have
-#: "tool_calls".
+#: "tool_calls" and "reasoning_content".
 Chat = list[dict[str, Any]]
 
 

@@ -175,20 +175,24 @@ def rewrite_chats(
     rewriting, count = Rewriting(chats, config, template), len(done)
     missing = [index for index in range(len(chats)) if index not in done]
     own = map(rewriting.write, missing[process::processes])
-    held: list[str] = []  # lines, until a server has accepted a request
-    accepted = bool(done) or isinstance(writer, LocalWriter)
+    held: list[str] = []  # lines, until one has an answer
+    accepted = bool(done)
     with closing(writer.write(own, config.batch_size)) as written:
         for line in written:
             count += processes
             held.append(json.dumps(line))
             accepted = accepted or any(map(is_answer, line["messages"]))
             if not accepted and len(held) == min(TRIAL_CHATS, len(chats)):
-                assert isinstance(writer, ServerWriter)
-                raise writer.failure(f"it rejects all chats: {rewriting.rejections[0]}")
+                message = f"it rejects all chats: {rewriting.rejections[0]}"
+                if isinstance(writer, ServerWriter):
+                    raise writer.failure(message)
+                raise ValueError(f"the target failed ({message})")
             while accepted and held:
                 append_line(part, held.pop(0))
             if progress is not None:
                 progress(min(count, len(chats)), len(chats))
+    for unwritten in held if count >= len(chats) else ():
+        append_line(part, unwritten)
     if found := rewriting.rejections:
         total = len(chats)
         log.warning("%d of %d chats end early; the first one: %s", len(found), total, found[0])

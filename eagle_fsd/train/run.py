@@ -69,7 +69,10 @@ def train(
     accelerator = accelerator or make_accelerator(request.out, cpu=request.device_map == "cpu")
     is_main = accelerator.is_main_process
     if accelerator.num_processes == 1 < int(os.environ.get("WORLD_SIZE", 1)):
-        raise OptionsError("several processes without a GPU need ACCELERATE_USE_CPU=true")
+        raise OptionsError(
+            "WORLD_SIZE is set, but this process is on its own: start all with torchrun or"
+            " accelerate launch, on machines without a GPU with ACCELERATE_USE_CPU=true"
+        )
     if accelerator.mixed_precision == "fp16":  # its first losses overflow, to find a scale
         raise OptionsError("mixed precision must be bf16 or no; got fp16")
     if request.regenerate and accelerator.num_processes > 1:

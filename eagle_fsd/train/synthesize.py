@@ -33,6 +33,7 @@ from eagle_fsd.train.writing import (
     Writing,
     finish_output,
     ignore_tokens,
+    output_files,
     prepare_output,
     read_fingerprint,
     read_lines,
@@ -80,7 +81,9 @@ def synthesize(
     writer: LocalWriter | ServerWriter
     if server is None or server.base_url is None:
         if request.dtype is None:
-            dtype = read_fingerprint(request.out).get("dtype")  # of the run that is resumed
+            dtype = None
+            if output_files(request.out):  # the run is resumed
+                dtype = read_fingerprint(request.out).get("dtype")
             request = request.updated(dtype=dtype or fastest_dtype(request.device_map))
         loaded = LoadedTarget.load(request, request.device_map, token)
         tokenizer, template = loaded.tokenizer, loaded.chat_template

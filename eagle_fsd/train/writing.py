@@ -331,9 +331,12 @@ def locate_lines(out: Path) -> dict[int, tuple[Path, int, int]]:
     for path in output_files(out):
         offset = 0
         with path.open("rb") as file:
-            for line in file:
+            for number, line in enumerate(file, 1):
                 if line.endswith(b"\n") and line.strip():
-                    found[int(json.loads(line)["index"])] = path, offset, len(line)
+                    try:
+                        found[int(json.loads(line)["index"])] = path, offset, len(line)
+                    except ValueError as error:
+                        raise ValueError(f"{path}, line {number}: not JSON") from error
                 offset += len(line)
     return found
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 #: Messages with a "role" (system, user or assistant) and a "content". In training data, a role may
-#: also be tool, and an assistant's message may have "tool_calls".
+#: also be tool, and an assistant's message may have "tool_calls" and "reasoning_content".
 Chat = Sequence[Mapping[str, Any]]
 
 

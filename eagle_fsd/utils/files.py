@@ -73,8 +73,5 @@ def truncate_partial_line(path: str | Path) -> None:
     path = Path(path)
     if not path.exists():
         return
-    content = path.read_bytes()
-    complete = content.rfind(b"\n") + 1
-    if complete < len(content):
-        with path.open("r+b") as file:
-            file.truncate(complete)
+    with path.open("r+b") as file:
+        file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))

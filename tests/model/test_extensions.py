@@ -62,10 +62,18 @@ class MaxFuzzy(AcceptanceRule):
         return inputs.state + (kept.origins == Origin.FUZZY).sum(1, keepdim=True)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted(AcceptanceRule):
+    """A dataclass, which compares its fields."""
+
+    value: float
+
+
 def test_rules_are_equal_only_if_all_their_attributes_are() -> None:
     """Rows whose rules are equal are verified together, with one of them."""
     pair, rules = random_pair(), [Scaled(0), Scaled(9), FuzzyRule(ACCEPT_ALL)]
     assert len({*rules, FuzzyRule(ACCEPT_ALL)}) == 3
+    assert Slotted(1.0) == Slotted(1.0) != Slotted(2.0)
     prompts = [Prompt(prompt(9)[0], rule=rule) for rule in rules]
     found = {item.index: item for item in pair.generate_many(prompts, 24)}
     assert found[0].tokens == answer_alone(pair, prompt(9), 24, method="ar")

@@ -41,7 +41,7 @@ class RelaxedSamplerV2(RejectionSampler):
         sampler.verifier = ChainVerifier(rule, log)
 
     def _verify_in_chunks(self, *args: Any) -> Any:
-        """Verify in chunks whose ``[B, K + 1, V]`` tensors have the size of vLLM's ``[R, V]``."""
+        """Verify in chunks whose ``[B, K + 1, V]`` tensors have at most the size of ``[R, V]``."""
         *before, limit, max_num_logprobs, drafted = args
         limit = max(1, limit // (self.num_speculative_steps + 1))
         return super()._verify_in_chunks(*before, limit, max_num_logprobs, drafted)
