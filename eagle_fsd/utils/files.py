@@ -74,4 +74,6 @@ def truncate_partial_line(path: str | Path) -> None:
     if not path.exists():
         return
     with path.open("r+b") as file:
-        file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
+        complete = sum(len(line) for line in file if line.endswith(b"\n"))
+        if complete < path.stat().st_size:
+            file.truncate(complete)
