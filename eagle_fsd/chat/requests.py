@@ -21,7 +21,7 @@ from eagle_fsd.chat.session import AnswerRequest, ContextLengthError, fit_chat, 
 from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.chat_templates import ChatTemplate, TokenizerTemplate
-from eagle_fsd.utils.detokenization import IncrementalDetokenizer
+from eagle_fsd.utils.detokenization import CONTEXT_TOKENS, IncrementalDetokenizer
 from eagle_fsd.utils.options import OptionsError
 from eagle_fsd.utils.text import one_line
 
@@ -29,8 +29,6 @@ from eagle_fsd.utils.text import one_line
 MAX_ALTERNATIVES = 20
 #: Maximum number of log-probabilities of a prompt's tokens and their alternatives.
 MAX_PROMPT_LOGPROBS = 262_144
-#: Tokens of a text before its continuation, on which the continuation's spaces depend.
-CONTEXT_TOKENS = 8
 MAX_BIAS = 100
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256

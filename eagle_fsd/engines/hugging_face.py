@@ -92,8 +92,8 @@ def generate(model: PreTrainedModel, **arguments: Any) -> Tensor:
         decode = functools.partial(decode, streamer=streamer)
     tokenizer = arguments.pop("tokenizer", None)  # transformers drops it, and strings need it
     configs = arguments.get("generation_config"), model.generation_config
-    given = [arguments.get("stop_strings"), *(item.stop_strings for item in configs if item)]
-    strings = next((item for item in given if item is not None), None)
+    configured = (item.stop_strings for item in configs if item is not None and item.stop_strings)
+    strings = arguments.get("stop_strings", next(configured, None))
     if tokenizer is not None and strings is not None:
         own, criteria = StopStringCriteria(tokenizer, strings), arguments.get("stopping_criteria")
         arguments["stopping_criteria"] = StoppingCriteriaList([*(criteria or ()), own])

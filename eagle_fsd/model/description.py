@@ -159,10 +159,10 @@ def _unread(kind: type) -> set[str]:
         if isinstance(item, cached_property)
     )
     # What the caches of a target allocated, and the projection whose rows a head has copied.
-    layout = {"layout", "_projection"}
+    unread = {"layout", "_projection"}
     if kind.__name__ == "MatmulLtState":  # of bitsandbytes, with outliers of the last inputs
-        layout |= {"idx", "subB"}
-    return layout.union(kept, UNREAD if issubclass(kind, nn.Module) else ())
+        unread |= {"idx", "subB"}
+    return unread.union(kept, UNREAD if issubclass(kind, nn.Module) else ())
 
 
 def _contents(cell: CellType) -> object:

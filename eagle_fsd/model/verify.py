@@ -196,15 +196,16 @@ class AcceptanceRule:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        if "__init__" not in vars(cls):
+            return
+        # What it inherits from a dataclass ignores the attributes that its __init__ may set.
         for name, method in (
             ("__eq__", object.__eq__),
             ("__hash__", object.__hash__),
             ("__repr__", AcceptanceRule.__repr__),
         ):
-            # Those of a dataclass ignore attributes that another __init__ may set.
             owner = next(base for base in cls.__mro__ if name in vars(base))
-            inherited = owner is not cls and "__dataclass_fields__" in vars(owner)
-            if "__init__" in vars(cls) and inherited:
+            if owner is not cls and "__dataclass_fields__" in vars(owner):
                 setattr(cls, name, method)
 
     def __repr__(self) -> str:

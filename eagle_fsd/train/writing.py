@@ -28,7 +28,7 @@ from eagle_fsd.train.chat_file import Chat
 from eagle_fsd.train.config import RegenerateServer
 from eagle_fsd.train.loaded_target import LoadedTarget
 from eagle_fsd.utils.chat_api import ChatClient, Endpoint, EndpointError, map_concurrently
-from eagle_fsd.utils.detokenization import answer_text
+from eagle_fsd.utils.detokenization import CONTEXT_TOKENS, answer_text
 from eagle_fsd.utils.files import atomic_path, atomic_write, read_jsonl, truncate_partial_line
 from eagle_fsd.utils.options import OptionsError
 from eagle_fsd.utils.signals import StopSignals
@@ -166,7 +166,8 @@ class LocalWriter:
 
     def _read(self, answer: Answer, turn: NextTurn) -> tuple[str, bool]:
         """Return the text of a turn, and whether a token ended it."""
-        text = answer_text(self.loaded.tokenizer, answer.tokens, answer.request.tokens[-8:])
+        context = answer.request.tokens[-CONTEXT_TOKENS:]
+        text = answer_text(self.loaded.tokenizer, answer.tokens, context)
         ends, _ = self._ends(turn.stop)
         return text, bool(answer.tokens) and answer.tokens[-1] in ends
 

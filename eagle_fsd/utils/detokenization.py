@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerBase
 MAX_PENDING = 16
 #: Maximum number of tokens in an incomplete character.
 MAX_INCOMPLETE = 3
+#: Tokens of a text before its continuation, on which the continuation's spaces depend.
+CONTEXT_TOKENS = 8
 #: Special tokens of gpt-oss before a role, before a channel's name, and before its message.
 CHANNEL_MARKS = ("<|start|>", "<|channel|>", "<|message|>")
 

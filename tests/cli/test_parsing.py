@@ -54,10 +54,12 @@ def test_options_are_parsed_to_models() -> None:
 def helps() -> dict[str, str]:
     """The help of every command, by its words, from a process in which nothing heavy is imported.
 
-    ``--help`` and usage errors answer at once; so does Ctrl-C.
+    ``--help`` and usage errors answer at once; so does Ctrl-C. Importing the package and its
+    options is as cheap.
     """
     program = f"""
-import contextlib, io, json, sys
+import contextlib, io, json, sys, eagle_fsd
+eagle_fsd.TreeConfig, eagle_fsd.SamplingConfig
 from eagle_fsd.cli import main
 helps = {{}}
 for words in {[[*names, "--help"] for names in [(), *COMMANDS]]!r} + [

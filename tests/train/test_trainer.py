@@ -7,6 +7,7 @@ import json
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -321,6 +322,15 @@ def test_full_disk_keeps_the_last_checkpoint(train: Train, tmp_path: Path) -> No
 def test_scaled_losses_are_refused(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Accelerator, "mixed_precision", "fp16")
     with pytest.raises(OptionsError, match="mixed precision must be bf16 or no; got fp16"):
+        train()
+
+
+def test_processes_that_do_not_see_each_other_are_refused(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would be the main process of a training in the same folder."""
+    monkeypatch.setattr("eagle_fsd.train.run.os", SimpleNamespace(environ={"WORLD_SIZE": "2"}))
+    with pytest.raises(OptionsError, match="WORLD_SIZE is set"):
         train()
 
 

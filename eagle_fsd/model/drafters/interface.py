@@ -140,6 +140,8 @@ class Drafter(ABC):
     def attach(self, target: Target) -> Drafter:
         """Check that the drafter fits a target, and move it to the target's device.
 
+        Called again with every request, because the drafter may have served another target.
+
         Args:
             target: The target.
 
