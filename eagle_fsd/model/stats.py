@@ -102,10 +102,10 @@ class DecodeStats:
 
     @property
     def slower_than_plain(self) -> bool:
-        """Whether plain decoding would have been faster.
+        """Whether plain decoding would probably have been faster.
 
-        A plain pass takes at most as long as a pass over a tree, and emits one token per row. False
-        where the phases were not timed apart.
+        A plain pass takes at most as long as a pass over a tree, and emits one token per row; the
+        rest of a plain step is neglected. False where the phases were not timed apart.
         """
         spent = sum(value for phase, value in self.seconds.items() if phase != "prefill")
         target = self.seconds.get("target", 0.0)

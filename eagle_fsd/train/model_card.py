@@ -32,7 +32,7 @@ Use it with its target:
 ```python
 from eagle_fsd import EagleFSD
 
-model = EagleFSD.from_pretrained("{path}", "path/to/this/folder")
+model = EagleFSD.from_pretrained({pair})
 ```
 
 Configuration:
@@ -51,11 +51,16 @@ def write_card(
     """Write ``README.md`` from the folder's record and the last validation."""
     record = read_record(folder)
     target = fingerprint["target"]
-    is_local = target == "bundled" or Path(target).exists()
+    is_local = Path(target).exists()
+    folder_name = '"path/to/this/folder"'
+    if target == "bundled":
+        pair = f"drafter={folder_name}"
+    else:
+        pair = f'"{"path/to/the/target" if is_local else target}", {folder_name}'
     text = _CARD.format(
         kind="EAGLE-3" if record["settings"]["head_type"] == "eagle3" else "EAGLE",
         target=Path(target).name if is_local else target,
-        path="path/to/the/target" if is_local else target,
+        pair=pair,
         data=Path(fingerprint["data"]).name,
         steps=record["steps"],
         tokens=record["tokens"],

@@ -579,8 +579,8 @@ const addControl = (control) => {
   find("#fsd-controls").append(make("div", { id, className: "fsd-control" }, ...parts));
 };
 
-// The strip's line follows the slider. A token flips if the slider's T no longer admits it, or
-// admits a drafted token in its place where the answer's T did not.
+// The strip's line follows the slider. A token may flip if the slider's T no longer admits it, or
+// admits drafted tokens in its place where the answer's T did not.
 const showThreshold = () => {
   if (!newest?.flips.isConnected) return;
   const { threshold: decoded, divergence } = newest.acceptance;
@@ -602,7 +602,7 @@ const showThreshold = () => {
     if (flipped) texts.push(quoted(token.text));
   });
   newest.bars.style.setProperty("--fsd-t", comparable ? threshold : decoded ?? 0);
-  const count = texts.length === 1 ? "1 token would flip:" : `${texts.length} tokens would flip:`;
+  const count = texts.length === 1 ? "1 token may flip:" : `${texts.length} tokens may flip:`;
   const some = texts.slice(0, 12).join(" ") + (texts.length > 12 ? " …" : "");
   let text = `At T = ${threshold}, ${texts.length ? `${count} ${some}` : "no token would flip."}`;
   if (decoded === undefined) text = "";
