@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     versions = _official_versions(parser, options)
     new_tokens = MAX_NEW_TOKENS
     if options.quick:
-        options.count, options.trial, new_tokens = 2, 1, 16
+        options.count, options.trial, new_tokens = 2, 1, 8
     model = EagleFSD.from_pretrained(dtype=options.dtype, device_map=options.device)
     tasks = word_problems(model.tokenizer, options.trial + options.count)
     candidates = [*hugging_face_methods(model, new_tokens), *own_methods(model, new_tokens)]

@@ -6,10 +6,12 @@ The Hypothesis profile ``repeatable`` (the default) draws the same examples in e
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import Any
 
 # Libraries read these when they are imported, and tests' child processes inherit them.
 if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core: more threads would slow it down
@@ -40,6 +42,21 @@ settings.load_profile("repeatable")
 def model() -> EagleFSD:
     """The bundled pair; tests that change it restore it."""
     return EagleFSD.from_pretrained()
+
+
+@pytest.fixture
+def loaded_once(monkeypatch: pytest.MonkeyPatch, model: EagleFSD) -> None:
+    """Commands that load the bundled pair get a copy of the one that is loaded already."""
+    load = EagleFSD.from_pretrained
+
+    def from_pretrained(target: Any, drafter: Any, **options: Any) -> EagleFSD:
+        if target is not None or drafter is not None or any(options.values()):
+            return load(target, drafter, **options)
+        pair = copy.copy(model)
+        pair.tokenizer = model.tokenizer  # a copy would load its own
+        return pair
+
+    monkeypatch.setattr(EagleFSD, "from_pretrained", from_pretrained)
 
 
 @pytest.fixture

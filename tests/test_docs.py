@@ -7,7 +7,6 @@ import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,27 +38,14 @@ FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block and the page it stands on."""
-
-    page: Path
-    language: str
-    text: str
-
-    @property
-    def is_runnable(self) -> bool:
-        """Whether the example needs nothing but the bundled pair."""
-        return not any(mark in self.text for mark in PLACEHOLDERS)
-
-
 def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def blocks(page: Path, *languages: str) -> list[Block]:
+def blocks(page: Path, language: str) -> list[str]:
+    """Return the fenced blocks of a page in a language."""
     found = FENCE.findall(page.read_text(encoding="utf-8"))
-    return [Block(page, name, text) for _, name, text in found if name in languages]
+    return [text for _, name, text in found if name == language]
 
 
 def prose(page: Path) -> str:
@@ -75,7 +61,7 @@ def spans(page: Path) -> list[str]:
 def command_lines(page: Path) -> Iterator[list[str]]:
     """Yield the arguments of every ``eagle-fsd`` command in a page's shell blocks."""
     for block in blocks(page, "bash"):
-        for line in block.text.replace("\\\n", " ").splitlines():
+        for line in block.replace("\\\n", " ").splitlines():
             for part in re.split(r" \| | && ", line):
                 if found := LAUNCHER.match(part.strip()):
                     yield shlex.split(part.strip()[found.end() :], comments=True)
@@ -112,9 +98,9 @@ def option_names() -> set[str]:
 def test_python_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {}
-    for block in blocks(page, "python"):
-        code = compile(block.text, f"{name_of(page)} (example)", "exec")
-        if block.is_runnable:
+    for text in blocks(page, "python"):
+        code = compile(text, f"{name_of(page)} (example)", "exec")
+        if not any(mark in text for mark in PLACEHOLDERS):
             exec(code, namespace)
 
 
@@ -157,7 +143,7 @@ def test_links_lead_somewhere() -> None:
 def test_paths_and_modules_exist() -> None:
     targets = (ROOT / "Makefile").read_text(encoding="utf-8")
     for page in CURRENT_PAGES:
-        commands = "\n".join(block.text for block in blocks(page, "bash"))
+        commands = "\n".join(blocks(page, "bash"))
         for span in [*spans(page), *commands.split()]:
             if re.fullmatch(r"(eagle_fsd|tests|docs|benchmarks|tools|\.ci)/[\w./-]+", span):
                 assert (ROOT / span).exists(), span
@@ -176,16 +162,6 @@ def test_pages_begin_with_a_command_and_have_narrow_tables() -> None:
         if page.parent == ROOT / "docs":
             title, blank, fence, *_ = page.read_text(encoding="utf-8").splitlines()
             assert (title[:2], blank, fence) == ("# ", "", "```bash"), page
-
-
-def test_changelog_names_modules_that_exist() -> None:
-    rows = table_rows(ROOT / "CHANGELOG.md")
-    moves = [row for row in rows if row[0].startswith("`eagle_fsd.") and len(row) == 2]
-    for _, new in moves:
-        first, *others = SPAN.findall(new)
-        package = first.rpartition(".")[0]
-        for name in (first, *(package + other for other in others)):
-            assert importlib.util.find_spec(name), name
 
 
 def test_readme_is_short_and_links_every_page() -> None:

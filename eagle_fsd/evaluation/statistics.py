@@ -195,7 +195,9 @@ class _LossTest:
         return np.bincount(row, weight * inside, minlength=len(first))
 
 
-def _tango_statistic(lost: np.ndarray, gained: np.ndarray, count: int, loss: float) -> np.ndarray:
+def _tango_statistic(
+    lost: np.ndarray | int, gained: np.ndarray | int, count: int, loss: float
+) -> Any:
     """Return Tango's score statistic of ``P(lost) - P(gained) = loss`` for ``[...]`` outcomes."""
     # Under the hypothesis the maximum-likelihood estimate of P(gained) is the positive root of a
     # quadratic.
@@ -212,7 +214,7 @@ def _tango_limit(lost: int, gained: int, count: int, z: float) -> float:
     low, high = max(-1.0, (lost - gained) / count), 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        if _tango_statistic(np.asarray(lost), np.asarray(gained), count, middle) < -z:
+        if _tango_statistic(lost, gained, count, middle) < -z:
             high = middle
         else:
             low = middle

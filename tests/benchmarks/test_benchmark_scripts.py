@@ -204,7 +204,8 @@ def test_batches_give_the_same_answers(quick: Quick) -> None:
     assert all(row["cache_mib"] > 0 for row in rows)
 
 
-def test_operations_are_timed(quick: Quick) -> None:
+def test_operations_are_timed(quick: Quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "COPIED_VALUES", 2**21)
     name, tables, _ = quick(operations, saves=4 if SUPPORTED else 3)
     assert name == "operations-float32-cpu"
     verification, read_out, attention, *packed = tables.values()
@@ -221,8 +222,13 @@ def test_training_steps_have_a_floor(quick: Quick) -> None:
 
 
 def test_options_that_a_script_cannot_use_are_refused(
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    source = tmp_path / "EAGLE/eagle/model/ea_model.py"
+    source.parent.mkdir(parents=True)
+    source.touch()
+    python, missing = sys.executable, str(tmp_path / "missing")
+    official = ("--eagle", str(tmp_path / "EAGLE"), "--eagle-python")
     for script, words, message in (
         (revisions, ["--threads", "2"], "--threads must be 1; got 2"),
         (serving, ["--threads", "2"], "--threads must be 1; got 2"),
@@ -231,9 +237,19 @@ def test_options_that_a_script_cannot_use_are_refused(
         (shapes, ["--growth", "--tree", "8/2/2", "8/3/2"], "--growth takes one --shape and --tree"),
         (compare, ["--count", "1"], "--count must be at least 2; got 1"),
         (engines, ["--vllm-python", "python", "--device", "cuda"], "must be cpu; got cuda"),
+        (compare, official[:2], "must be given together"),
+        (compare, ["--tree", "16/7/2"], "--tree requires --eagle"),
+        (compare, [*official, python, "--device", "cuda"], "requires --device cpu; got cuda"),
+        (compare, ["--eagle", missing, "--eagle-python", python], f"{missing} has no eagle/model"),
+        (compare, [*official, missing], f"{missing} cannot be run: No such file or directory"),
+        (
+            compare,
+            [*official, python],
+            f"must have transformers {compare.OFFICIAL_TRANSFORMERS}; {python} has",
+        ),
     ):
         with pytest.raises(SystemExit):
-            script.main(["--quick", *words])
+            script.main(["--quick", "--device", "cpu", *words])
         assert message in capsys.readouterr().err
 
 
@@ -258,36 +274,6 @@ def test_comparison_with_hugging_face(quick: Quick) -> None:
     assert by_name[compare.GREEDY]["speedup"] == 1.0
     lossless = set(by_name) - {FSD}
     assert {by_name[method]["identical"] for method in lossless} == {100.0}
-
-
-def test_options_of_the_official_code_are_checked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkout = tmp_path / "EAGLE"
-    source = checkout / "eagle/model/ea_model.py"
-    source.parent.mkdir(parents=True)
-    source.touch()
-    python, missing = sys.executable, str(tmp_path / "missing")
-    cases: dict[str, list[str]] = {
-        "must be given together": ["--eagle", str(checkout)],
-        "--tree requires --eagle": ["--tree", "16/7/2"],
-        "requires --device cpu; got cuda": [
-            *("--eagle", str(checkout), "--eagle-python", python, "--device", "cuda")
-        ],
-        f"{missing} has no eagle/model/ea_model.py": [
-            *("--eagle", missing, "--eagle-python", python)
-        ],
-        f"{missing} cannot be run: No such file or directory": [
-            *("--eagle", str(checkout), "--eagle-python", missing)
-        ],
-        f"must have transformers {compare.OFFICIAL_TRANSFORMERS}; {python} has": [
-            *("--eagle", str(checkout), "--eagle-python", python)
-        ],
-    }
-    for message, arguments in cases.items():
-        with pytest.raises(SystemExit):
-            compare.main(["--device", "cpu", *arguments])
-        assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.slow  # starts a process

@@ -74,6 +74,8 @@ class StandIn:
         )
         self.tokens = SimpleNamespace(text=chr, bytes=lambda token: chr(token).encode())
         self.limits, self.default_acceptance = Limits(), AcceptanceConfig(threshold=0.2)
+        backend: Any = self
+        self.app = Guard(api_app(backend, ["pair", "org/a"]), error_body=api_error)
 
     def acceptance(self, fsd: Mapping[str, Any], lossless: bool) -> AcceptanceConfig:
         return AcceptanceConfig(threshold=0.0 if lossless else 0.2)
@@ -97,12 +99,9 @@ class StandIn:
     def call(
         self, path: str, body: Any = None, method: str = "POST", **headers: str
     ) -> httpx.Response:
-        backend: Any = self
-        app = Guard(api_app(backend, ["pair", "org/a"]), error_body=api_error)
-
         async def work() -> httpx.Response:
             async with httpx.AsyncClient(
-                transport=httpx.ASGITransport(app), base_url="http://localhost"
+                transport=httpx.ASGITransport(self.app), base_url="http://localhost"
             ) as client:
                 return await client.request(method, path, json=body, headers=headers)
 
@@ -453,6 +452,7 @@ def test_all_errors_have_openais_format(backend: StandIn) -> None:
         ("POST", "/v1/models", 405),
         ("POST", f"{CHAT}/", 404),
         ("GET", "/docs", 404),
+        ("POST", "/api/v1/chat/completions", 404),  # of FastChat
         ("GET", "/nothing", 404),
     ):
         response = backend.call(path, method=method)

@@ -97,30 +97,23 @@ def client(controller: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", http_client=http_client)
 
 
-def test_chats(model: EagleFSD, client: openai.OpenAI) -> None:
+def test_chats_completions_and_embeddings(model: EagleFSD, client: openai.OpenAI) -> None:
     messages: Any = HELLO
-    response = client.chat.completions.create(
+    chat = client.chat.completions.create(
         model=NAME, messages=messages, temperature=0, max_tokens=64, n=2, stop="never"
     )
-    texts = [choice.message.content for choice in response.choices]
+    texts = [choice.message.content for choice in chat.choices]
     assert texts == [reference(model, messages, threshold=model.acceptance.threshold)] * 2
-
-
-def test_completions(model: EagleFSD, client: openai.OpenAI) -> None:
     prompt = "Mia has 8 apples"
-    response = client.completions.create(
+    completion = client.completions.create(
         model=NAME, prompt=prompt, temperature=0, max_tokens=5, echo=True, logprobs=1, best_of=1
     )
-    choice = response.choices[0]
-    assert choice.text.startswith(prompt)
-    assert response.usage.completion_tokens == 5
-
-
-def test_embeddings(client: openai.OpenAI) -> None:
-    response = client.embeddings.create(
+    assert completion.choices[0].text.startswith(prompt)
+    assert completion.usage.completion_tokens == 5
+    embedded = client.embeddings.create(
         model=NAME, input=["Hello!", "8 - 3 = 5"], encoding_format="float"
     )
-    assert [len(item.embedding) for item in response.data] == [128, 128]
+    assert [len(item.embedding) for item in embedded.data] == [128, 128]
 
 
 def test_the_web_page(model: EagleFSD, controller: str, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from api_servers import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
-    ENDLESS,
     HELLO,
     NAME,
     TIMEOUT,
@@ -247,6 +246,7 @@ HOSTILE_VALUES: tuple[tuple[str, dict[str, Any], int, str], ...] = (
     (CHAT, {"logit_bias": {"1000000": 1}}, 400, "logit_bias must be token ids in [0, "),
     (CHAT, {"fsd": {"threshold": "x" * 500_000}}, 400, "threshold must be"),
     (CHAT, {"fsd": {"head": "/etc/passwd"}}, 400, "unknown option head"),
+    (CHAT, {"fsd": {"threshold": 0.2, "exact_first": 10**30}}, 400, "exact_first must be"),
     (COMPLETIONS, {"prompt": [1, 2, 10**9]}, 400, "must be token ids in [0, "),
     (COMPLETIONS, {"prompt": [[1, -2]]}, 400, "must be token ids in [0, "),
     (COMPLETIONS, {"prompt": [7] * 5000}, 400, "tokens"),
@@ -271,25 +271,6 @@ def test_hostile_values(target: Target) -> None:
         response = send(target, route, {**VALID[route], **changes})
         assert response.status_code == status, response.text
         assert text in response.text
-
-
-def test_extreme_numbers_leave_other_answers_alone(target: Target) -> None:
-    """Numbers beyond those of a tensor are refused while another client's answer is decoded."""
-    body = {**VALID[CHAT], **ENDLESS, "stream": True, "max_tokens": 1900}
-    names = [
-        name for name, field in AcceptanceConfig.model_fields.items() if field.annotation is int
-    ]
-    assert "exact_first" in names
-    with target.api.http.stream("POST", CHAT, json=body) as stream:
-        lines = stream.iter_lines()
-        next(lines)
-        for name in names:
-            changes = {"fsd": {"threshold": 0.2, name: 10**30}}
-            response = send(target, CHAT, {**VALID[CHAT], **changes})
-            assert response.status_code == 400
-            assert f"{name} must be" in response.text
-        for line in (next(lines) for _ in range(10)):
-            assert "error" not in line
 
 
 def send_raw(target: Target, route: str, rest: bytes, method: str = "POST") -> str:
@@ -320,23 +301,6 @@ def test_invalid_http(target: Target) -> None:
         with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT) as connection:
             head = f"POST {route} HTTP/1.1\r\nHost: localhost\r\n".encode() + JSON_HEAD
             connection.sendall(head + b'Content-Length: 99\r\n\r\n{"a"')
-
-
-def test_there_are_no_other_routes(target: Target) -> None:
-    """FastAPI's documentation pages and FastChat's other routes return 404."""
-    for path in (
-        "/api/v1/chat/completions",
-        "/api/v1/token_check",
-        f"/v1/engines/{NAME}/embeddings",
-        "/v1/chat/completions/",
-        "/docs",
-        "/../../etc/passwd",
-        "/%2e%2e/%2e%2e/etc/passwd",
-    ):
-        for method in ("GET", "POST"):
-            response = target.api.http.request(method, f"{target.api.url}{path}", json=VALID[CHAT])
-            check(response)
-            assert response.status_code == 404
 
 
 def test_paths_in_requests_are_not_opened(target: Target, tmp_path: Path) -> None:

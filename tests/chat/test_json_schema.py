@@ -153,7 +153,6 @@ def test_objects_choices_and_truncation(client: openai.OpenAI) -> None:
 def test_invalid_formats_name_the_parameter(client: openai.OpenAI) -> None:
     for number, (format_, message) in enumerate(
         (
-            ({"type": "xml"}, "response_format.type must be"),
             ({"type": "json_schema"}, "must have json_schema"),
             ({"type": "json_object", "json_schema": {"name": "a"}}, "must have json_schema"),
             (schema_format({"type": "objekt"}), "response_format: Invalid type: objekt"),
@@ -162,10 +161,6 @@ def test_invalid_formats_name_the_parameter(client: openai.OpenAI) -> None:
             (schema_format({"type": "string", "pattern": "(?=a)b("}), "regex"),
             (schema_format({"enum": ["item" * 9] * 9999}), "at most 65536 characters"),
             (schema_format({"$ref": "file:///etc/passwd"}), "not present in a registry"),
-            (
-                schema_format({"allOf": [{"pattern": f"a.{{0,{n}}}b.*{n}"} for n in range(30)]}),
-                "time",
-            ),
             (schema_format({"type": "integer", "minimum": 2, "maximum": 1}), "Unsatisfiable"),
         )
     ):
@@ -178,23 +173,16 @@ def test_invalid_formats_name_the_parameter(client: openai.OpenAI) -> None:
 
 
 def test_costly_schemas_do_not_delay_other_requests(client: openai.OpenAI) -> None:
-    """A request without a schema does not wait for two whose schemas take seconds each."""
-    order: list[int] = []
-
-    def compile_schema(index: int) -> None:
-        schema = {"type": "integer", "multipleOf": 9999931 + index}
-        with pytest.raises(openai.BadRequestError, match="too much time") as raised:
-            ask(client, response_format=schema_format(schema))
-        assert str(raised.value.param).startswith("response_format")
-        order.append(index)
-
-    with ThreadPoolExecutor(2) as pool:
-        costly = [pool.submit(compile_schema, index) for index in range(2)]
+    """A request without a schema does not wait for one whose schema takes seconds."""
+    costly = schema_format({"type": "integer", "multipleOf": 9999931})
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(ask, client, response_format=costly)
         time.sleep(0.5)
         assert ask(client, max_tokens=1).choices
-        assert len(order) < 2
-        for future in costly:
+        assert not future.done()
+        with pytest.raises(openai.BadRequestError, match="too much time") as raised:
             future.result()
+    assert str(raised.value.param).startswith("response_format")
 
 
 def test_rows_beside_a_grammar_are_read_once(model: EagleFSD) -> None:

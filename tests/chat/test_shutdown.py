@@ -94,22 +94,9 @@ def test_answers_end_with_an_error_when_the_server_stops(server: APIThread) -> N
 
 
 @pytest.mark.slow
-def test_a_terminated_process_ends_its_answers() -> None:
-    server = ServerProcess("serve", "--shutdown-timeout", "1")
-    stream, plain, replies = begin_two(server.url)
-    begin = time.monotonic()
-    status = server.stop(signal.SIGTERM)
-    assert time.monotonic() - begin < 10  # the default timeout
-    for thread in (stream, plain):
-        thread.join(TIMEOUT)
-    check_ended(stream, replies, "the server is shutting down")
-    assert status == -signal.SIGTERM
-
-
-@pytest.mark.slow
-def test_a_suspended_process_resumes() -> None:
+def test_a_process_is_suspended_and_terminated() -> None:
     """Its requests end, with an error if a step has stalled, and the next ones are answered."""
-    server = ServerProcess("serve", "--stall-timeout", "4")
+    server = ServerProcess("serve", "--stall-timeout", "4", "--shutdown-timeout", "1")
     try:
         stream, plain, replies = begin_two(server.url)
         server.process.send_signal(signal.SIGSTOP)
@@ -127,12 +114,19 @@ def test_a_suspended_process_resumes() -> None:
         assert seconds_until(lambda: server.http.get("/health").json() == empty) < TIMEOUT
         assert server.http.get("/ready").status_code == 200
         assert fixed_answer(server.http)
+        stream, plain, replies = begin_two(server.url)
+        begin = time.monotonic()
     finally:
-        server.stop()
+        status = server.stop(signal.SIGTERM)
+    assert time.monotonic() - begin < 10  # the default timeout
+    for thread in (stream, plain):
+        thread.join(TIMEOUT)
+    check_ended(stream, replies, "the server is shutting down")
+    assert status == -signal.SIGTERM
 
 
 def test_answers_get_time_to_end(model: EagleFSD, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Meanwhile further requests are refused, and the server is alive but not ready."""
+    """Meanwhile others are refused; choices are admitted beyond the room of the queue."""
     release, forward = threading.Event(), Target.forward_tree
 
     def gated(*args: Any) -> Any:
@@ -140,7 +134,7 @@ def test_answers_get_time_to_end(model: EagleFSD, monkeypatch: pytest.MonkeyPatc
         return forward(*args)
 
     check_target(model.target)
-    server = APIThread(model, shutdown_timeout=TIMEOUT)
+    server = APIThread(model, shutdown_timeout=TIMEOUT, max_batch=1, queue=1)
     monkeypatch.setattr(Target, "forward_tree", gated)
     stream = Streamed(server.url, max_tokens=40, n=4)
     server.server.should_exit = True
@@ -155,15 +149,6 @@ def test_answers_get_time_to_end(model: EagleFSD, monkeypatch: pytest.MonkeyPatc
     choices = [event["choices"][0] for event in stream.events]
     ended = [choice["index"] for choice in choices if choice["finish_reason"] == "length"]
     assert sorted(ended) == [*range(4)]
-    server.stop()
-
-
-def test_all_choices_of_a_request_are_admitted(model: EagleFSD) -> None:
-    """A queue with room for one request has room for its choices."""
-    server = APIThread(model, max_batch=1, queue=1)
-    reply = ask(server.url, n=4, max_tokens=2)
-    assert reply.status_code == 200
-    assert len(reply.json()["choices"]) == 4
     server.stop()
 
 

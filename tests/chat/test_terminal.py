@@ -406,7 +406,7 @@ def test_server_that_dies_ends_the_answer_only(capsys: pytest.CaptureFixture[str
             pass
 
     with HTTPServer(("127.0.0.1", 0), Dying) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
+        threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
         endpoint = Endpoint(f"http://127.0.0.1:{http.server_port}/v1", "model", retries=0)
         notes = Console(file=io.StringIO(), width=200)
         session = ServerSession(ChatClient(endpoint), AnswerOptions(), "model", notes)

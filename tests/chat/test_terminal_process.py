@@ -45,23 +45,31 @@ def start() -> Iterator[Start]:
 
 
 def test_simple_style(start: Start, tmp_path: Path) -> None:
-    """Answers, a command, Ctrl-C during an answer, a line longer than the terminal's buffer."""
-    # At this temperature the answer is long enough to be interrupted.
-    child = start("--show-origins", "--max-new-tokens", "1500", "--temperature", "2", "--seed", "7")
+    """Pasted lines, commands, Ctrl-C in an answer, a line longer than the terminal's buffer."""
+    child = start("--show-origins", "--temperature", "2", "--seed", "7")
+    child.expect("eagle-fsd-bundled, threshold .*Commands: !!help .*!!exit.*Colors: ")
     child.expect("User: ")
-    child.sendline("Hello!")
+    pasted = "First line\nsecond line\n\nthird line"
+    child.send(f"\x1b[200~{pasted}\x1b[201~")
+    child.send("\r")
     child.expect("Assistant: ")
     child.expect(re.compile(r"\d+\.\d tokens/s, tau \d+\.\d\d, \d+% fuzzy of \d+ tokens"))
     child.expect("User: ")
-    child.sendline("!!threshold 0.3")
-    child.expect("threshold is 0.3")
-    child.expect("User: ")
+
+    def set_option(name: str, value: str) -> None:
+        child.sendline(f"!!{name} {value}")
+        child.expect(f"{name} is {value}")
+        child.expect("User: ")
+
+    set_option("threshold", "0.3")
+    set_option("max-new-tokens", "1500")  # long enough to be interrupted at this temperature
     child.sendline("What can you do?")
     child.expect("Assistant: ")
     child.expect(re.compile(r"\w+"))
     child.sendintr()
     child.expect(["stopped", "tokens/s"])  # or the answer had just ended
     child.expect("User: ")
+    set_option("max-new-tokens", "8")
     line = "long " * 1500 + "end"  # a terminal passes on 4095 characters
     child.sendline(line)
     child.expect(["tokens/s", "no room"])
@@ -73,27 +81,8 @@ def test_simple_style(start: Start, tmp_path: Path) -> None:
     child.expect(pexpect.EOF)
     child.wait()
     assert child.exitstatus == 0
-    saved = json.loads((tmp_path / "chat.json").read_text())
-    assert saved["messages"][-2][1] == line
-
-
-@pytest.mark.slow
-def test_pasted_lines_are_one_message(start: Start, tmp_path: Path) -> None:
-    child = start("--show-origins")
-    child.expect("eagle-fsd-bundled, threshold .*Commands: !!help .*!!exit.*Colors: ")
-    child.expect("User: ")
-    child.send("\x1b[200~First line\nsecond line\n\nthird line\x1b[201~")
-    child.send("\r")
-    child.expect("Assistant: ")
-    child.expect("tokens/s")
-    child.expect("User: ")
-    child.sendline(f"!!save {tmp_path}/chat")
-    child.expect("saving...")
-    child.sendline("!!exit")
-    child.expect(pexpect.EOF)
-    saved = json.loads((tmp_path / "chat.json").read_text())
-    question, _ = saved["messages"]
-    assert question[1] == "First line\nsecond line\n\nthird line"
+    texts = [text for _, text in json.loads((tmp_path / "chat.json").read_text())["messages"]]
+    assert (texts[0], texts[-2]) == (pasted, line)
 
 
 @pytest.mark.slow

@@ -50,14 +50,6 @@ def test_bytes_of_tokens_add_up_to_the_text() -> None:
     assert piece.text == ""
 
 
-def test_characters_of_several_tokens_are_streamed_whole() -> None:
-    streamed, stopped = stream_text(TEXT, [])
-    assert "".join(streamed) == TEXT
-    assert not any("\ufffd" in part for part in streamed)
-    assert "" in streamed  # a token that only begins a character is held back
-    assert not stopped
-
-
 def test_tokenizers_without_a_decoder_and_slow_ones() -> None:
     """The first are supported; the others are an error, not a crash of the server."""
     words = Tokenizer(WordLevel({"apples": 0}, unk_token="apples"))

@@ -120,9 +120,9 @@ def test_calls_are_parsed_whole_and_streamed() -> None:
         assert [delta["index"] for delta in deltas] == [*range(len(calls))]
         assert [delta["function"] for delta in deltas] == [call["function"] for call in found]
         assert choices[-1]["finish_reason"] == reply["finish_reason"]
-        backend.answers = lambda _, parts=parts: updates(*parts)
-        reply = backend.call(CHAT, {**CHAT_BODY, "tools": TOOLS, "tool_choice": "none"}).json()
-        assert reply["choices"][0]["message"]["content"] == answer
+    backend.answers = lambda _: updates(f"<tool_call>{ROME}</tool_call>")
+    reply = backend.call(CHAT, {**CHAT_BODY, "tools": TOOLS, "tool_choice": "none"}).json()
+    assert reply["choices"][0]["message"]["content"] == f"<tool_call>{ROME}</tool_call>"
     backend.answers = lambda _: updates(f"<tool_call>{ROME[:20]}", finish_reason="length")
     reply = backend.call(CHAT, {**CHAT_BODY, "tools": TOOLS}).json()["choices"][0]
     assert (reply["finish_reason"], "tool_calls" in reply["message"]) == ("length", False)

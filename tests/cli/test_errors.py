@@ -76,6 +76,7 @@ def test_usage_errors_exit_with_status_2(run: Run) -> None:
         assert message in err, words
 
 
+@pytest.mark.usefixtures("loaded_once")
 def test_expected_failures_exit_with_status_1(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

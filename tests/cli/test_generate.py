@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import re
@@ -14,32 +13,15 @@ from typing import Any
 import pytest
 
 from eagle_fsd import EagleFSD, EagleHead
-from eagle_fsd.bundled import BUNDLED_DRAFTERS, BUNDLED_HEAD, BUNDLED_TARGET, SMOLLM2_HEADS
+from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.cli.console import print_text
 from eagle_fsd.model.checkpoint import save_head
-from eagle_fsd.model.config import PairOptions
 from eagle_fsd.model.loading import load_target
 from eagle_fsd.model.target import Target
 
 Run = Callable[..., tuple[int, str, str]]
 
-
-@pytest.fixture(scope="module")
-def bundled() -> EagleFSD:
-    return EagleFSD.from_pretrained()
-
-
-@pytest.fixture(autouse=True)
-def loaded_once(monkeypatch: pytest.MonkeyPatch, bundled: EagleFSD) -> None:
-    """Commands that load the bundled pair get a copy of one that was loaded once."""
-    load = EagleFSD.from_pretrained
-
-    def from_pretrained(target: Any, drafter: Any, **options: Any) -> EagleFSD:
-        default = target is drafter is None and not any(options.values())
-        return copy.copy(bundled) if default else load(target, drafter, **options)
-
-    monkeypatch.setattr(EagleFSD, "from_pretrained", from_pretrained)
-
+pytestmark = pytest.mark.usefixtures("loaded_once")
 
 QUESTION = "Mia has 8 apples at home. Then she gives 3 apples to Tom. How many apples are left?"
 
@@ -105,11 +87,10 @@ def test_prompts(run: Run, model: EagleFSD, monkeypatch: pytest.MonkeyPatch) -> 
     assert run("generate", *template)[1].strip() == short["text"].strip()
     other = generated(run, "--conv-template", "vicuna_v1.1", *options, QUESTION)
     assert other["stats"]["prefilled"] > expected["stats"]["prefilled"]
-    options = ("--threshold", 0, "--temperature", 2, "--max-new-tokens", 12, QUESTION)
-    first = generated(run, "--seed", 1, *options)["tokens"]
-    assert generated(run, "--seed", 1, *options)["tokens"] == first
-    assert generated(run, "--seed", 2, *options)["tokens"] != first
-    assert generated(run, "--seed", 2, "--top-k", 1, *options)["tokens"] != first
+    sampling = {"temperature": 2.0, "top_k": 5, "seed": 1}
+    sampled = model.generate(ids, max_new_tokens=5, threshold=0.0, **sampling).sequences
+    words = ("--raw", "--temperature", 2, "--top-k", 5, "--seed", 1, "Mia has")
+    assert generated(run, *options, *words)["tokens"] == sampled[0, ids.shape[1] :].tolist()
 
 
 def settings_of(run: Run, *options: object) -> dict[str, Any]:
@@ -129,7 +110,6 @@ def test_settings_come_from_files_and_the_command_line(run: Run, tmp_path: Path)
     for name in ("config.json", "model.safetensors"):
         (head / name).symlink_to(BUNDLED_HEAD / name)
     pair = ("--target", BUNDLED_TARGET, "--head", head)
-    assert settings_of(run, *pair)["threshold"] == 0.0
     (head / "fsd.json").write_text('{"threshold": 0.05, "min_ratio": 0.5, "depth": 3}')
     found = settings_of(run, *pair, "--min-ratio", 0.25)
     assert (found["threshold"], found["min_ratio"], found["depth"]) == (0.05, 0.25, 3)
@@ -142,12 +122,6 @@ def test_settings_come_from_files_and_the_command_line(run: Run, tmp_path: Path)
     }
 
 
-def test_bundled_drafters_have_names(run: Run) -> None:
-    for name in BUNDLED_DRAFTERS.keys() - SMOLLM2_HEADS.keys():
-        assert PairOptions(drafter=name).drafter == name
-        assert generated(run, "--drafter", name, "--max-new-tokens", 2, QUESTION)["tokens"]
-
-
 def test_threshold_that_accepts_nothing_is_explained(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -156,10 +130,10 @@ def test_threshold_that_accepts_nothing_is_explained(
     monkeypatch.setattr("eagle_fsd.cli.generate.PROBED_TOKENS", 16)
     target = Target(load_target(BUNDLED_TARGET))
     save_head(EagleHead(target.config, False).attach(target), tmp_path / "head")
-    for head, shown in ((tmp_path / "head", True), (BUNDLED_HEAD, False)):
-        pair = ("--target", BUNDLED_TARGET, "--head", head, "--threshold", 0.05)
-        limits = ("--device", "cpu", "--max-new-tokens", 24)
-        status, _, errors = run("generate", *pair, *limits, "--speedup", QUESTION)
+    untrained = ("--target", BUNDLED_TARGET, "--head", tmp_path / "head", "--device", "cpu")
+    for pair, shown in ((untrained, True), ((), False)):
+        words = ("--threshold", 0.05, "--max-new-tokens", 24, "--speedup", QUESTION)
+        status, _, errors = run("generate", *pair, *words)
         assert status == 0
         assert "as fast as plain decoding" in errors
         assert ("accepts hardly anything beyond lossless decoding" in errors) == shown

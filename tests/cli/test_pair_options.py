@@ -20,18 +20,18 @@ from eagle_fsd.model.target import Target
 
 Run = Callable[..., tuple[int, str, str]]
 
-#: Commands that decode with a pair.
+#: Commands that decode with a pair. The default numbers of problems would take seconds to generate.
 DECODING: tuple[tuple[object, ...], ...] = (
     ("generate", "Hello"),
     ("chat",),
     ("demo",),
     ("serve",),
     ("serve", "worker"),
-    ("evaluate",),
-    ("sweep",),
-    ("tune",),
-    ("calibrate", "--max-drop", 1),
-    ("bench",),
+    ("evaluate", "--count", 2),
+    ("sweep", "--count", 2),
+    ("tune", "--count", 2),
+    ("calibrate", "--count", 8, "--max-drop", 1),
+    ("bench", "--count", 2),
     ("doctor",),
 )
 
@@ -141,6 +141,7 @@ def target(tmp_path: Path) -> Path:
     return link_files(BUNDLED_TARGET, tmp_path / "my-target", "chat_template.jinja")
 
 
+@pytest.mark.usefixtures("loaded_once")
 def test_no_chat_template_is_needed_for_an_export_or_a_raw_prompt(
     target: Path, head: Path, tmp_path: Path, run: Run
 ) -> None:

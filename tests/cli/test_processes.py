@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launches import run_two
 
 from eagle_fsd import OptionsError
 from eagle_fsd.evaluation.processes import placement
@@ -18,7 +16,6 @@ from eagle_fsd.utils.files import read_jsonl
 
 Run = Callable[..., tuple[int, str, str]]
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 MODULE = ("-m", "eagle_fsd.cli")
 #: The command with few measurements. The second process's clock is of no use.
 FEW_MEASUREMENTS = """
@@ -43,29 +40,12 @@ GENERATE = ("--max-new-tokens", 24, "--threshold", 0.2, "--json")
 EVALUATE = ("--threshold", 0.2, "--max-new-tokens", 8, "--json")
 PROMPT = "Tom has 3 apples and buys 4. How many apples does he have?"
 
-#: Seconds until a process counts as hung.
-TIMEOUT = 600
-
-
-def start(program: tuple[str, ...], *arguments: object, stdin: str = "") -> tuple[int, str, str]:
-    """Run ``eagle-fsd`` in two processes; return exit status, standard output, standard error."""
-    found = subprocess.run(
-        [sys.executable, *TORCHRUN, *program, *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    return found.returncode, found.stdout, found.stderr
-
 
 def split(*arguments: object, program: tuple[str, ...] = MODULE, stdin: str = "") -> Any:
     """Run a command with a split target; return the JSON that it printed, once."""
-    status, output, errors = start(program, *arguments, "--device", "tp", stdin=stdin)
-    assert status == 0, errors
-    (printed,) = [line for line in output.splitlines() if line.startswith("{")]
+    done = run_two(*program, *arguments, "--device", "tp", stdin=stdin)
+    assert done.returncode == 0, done.stderr
+    (printed,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
     return json.loads(printed)
 
 
@@ -120,6 +100,7 @@ def test_processes_take_the_same_decisions_from_the_clock_of_the_first(tmp_path:
     assert (folder / "fsd.json").exists()
 
 
+@pytest.mark.usefixtures("loaded_once")
 def test_without_torchrun_the_target_is_whole(run: Run) -> None:
     expected = json.loads(run("generate", PROMPT, *GENERATE)[1])
     found = json.loads(run("generate", PROMPT, *GENERATE, "--device", "tp")[1])

@@ -24,8 +24,7 @@ from eagle_fsd.model.acceptance import RULES, BudgetRule, DelayedRule, rule_for
 from eagle_fsd.model.config import SamplingConfig
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.tree import DraftTree, ancestor_matrix
-from eagle_fsd.model.verify import VerificationInputs, verify
-from eagle_fsd.model.vocabulary import Distributions
+from eagle_fsd.model.verify import Verification, VerificationInputs, verify
 
 VOCABULARY, CPU = 24, torch.device("cpu")
 CONFIGS = [
@@ -84,6 +83,7 @@ def test_greedy_requests_accept_what_the_library_accepts(
     choice = changed.argmax(-1)
 
     start = 0
+    alone: dict[int, tuple[VerificationInputs, Verification]] = {}
     produced = torch.full((len(counts), longest + 1), -1)
     for row, count in enumerate(counts):
         part = slice(start, start + count)
@@ -94,39 +94,20 @@ def test_greedy_requests_accept_what_the_library_accepts(
         # The library verifies the chain alone; the target's distribution after it does not matter.
         own = chain(tokens[part], draft[part])
         before = None if states is None else states[row : row + 1]
-        alone = inputs_of(own, torch.cat([logits[part], logits[part][-1:]])[None], before)
-        kept = verify(alone, rule)
+        single = inputs_of(own, torch.cat([logits[part], logits[part][-1:]])[None], before)
+        kept = verify(single, rule)
         run = int((choice[part] == tokens[part]).long().cumprod(0).sum())
         assert run == int(kept.count) - 1
         produced[row, :run] = tokens[part][:run]
-        produced[row, run] = choice[part][run] if run < count else int(alone.sampled[0, -1])
-        found = emitted(_row(inputs, row), produced[row : row + 1], (least > 0.0)[row : row + 1])
+        produced[row, run] = choice[part][run] if run < count else int(single.sampled[0, -1])
+        alone[row] = single, kept
+    found = emitted(inputs, produced, least > 0.0)
+    for row, (single, kept) in alone.items():
         length = int(kept.count)
-        assert found.origins[0, :length].tolist() == kept.origins[0, :length].tolist()
+        assert found.origins[row, :length].tolist() == kept.origins[0, :length].tolist()
         if states is not None:
-            assert torch.allclose(
-                rule.advance(_row(inputs, row), found), rule.advance(alone, kept), atol=1e-5
-            )
-
-
-def _row(inputs: VerificationInputs, row: int) -> VerificationInputs:
-    """The verification of one request of a batch."""
-
-    def cut(law: Distributions) -> Distributions:
-        part = slice(row, row + 1)
-        return replace(
-            law, logits=law.logits[part], peak=law.peak[part], log_total=law.log_total[part]
-        )
-
-    return replace(
-        inputs,
-        tree=inputs.tree.of_rows(torch.tensor([row])),
-        raw=cut(inputs.raw),
-        processed=cut(inputs.processed),
-        warped=cut(inputs.warped),
-        sampled=inputs.sampled[row : row + 1],
-        state=None if inputs.state is None else inputs.state[row : row + 1],
-    )
+            after = rule.advance(inputs, found)[row]
+            assert torch.allclose(after, rule.advance(single, kept)[0], atol=1e-5)
 
 
 def test_sampled_requests_leave_exact_tokens_to_the_engine() -> None:

@@ -14,12 +14,7 @@ from torch import Tensor
 from eagle_fsd import AcceptanceConfig, OptionsError, Origin
 from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.engines.bookkeeping import EngineRule, RuleStates
-from eagle_fsd.engines.settings import (
-    check_weights,
-    describe,
-    find_settings,
-    reads_draft,
-)
+from eagle_fsd.engines.settings import check_weights, describe, find_settings
 from eagle_fsd.model.acceptance import rule_for
 from eagle_fsd.model.config import Certificate, Settings, read_settings
 
@@ -106,12 +101,3 @@ def test_accepted_tokens_are_logged(caplog: pytest.LogCaptureFixture) -> None:
         rule.report()
         rule.report()
     assert caplog.messages == ["eagle_fsd: the rule accepted 3 of 7 tokens"]
-
-
-def test_rules_that_read_the_draft() -> None:
-    for options, expected in (
-        ({"threshold": 0.1, "exact_first": 2, "max_fuzzy_nats": 1.0}, True),
-        ({"rule": "cascade"}, True),
-        ({"rule": "regret", "exact_first": 2}, False),
-    ):
-        assert reads_draft(rule_for(AcceptanceConfig(**options))) is expected

@@ -13,7 +13,7 @@ from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.code_execution.sandbox import SandboxError, check_sandbox
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def fresh_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let an evaluation in this process set Accelerate up as in a process of its own."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")

@@ -19,7 +19,7 @@ from eagle_fsd.utils.files import read_jsonl
 GRID = BenchGrid(thresholds=(0.2,), min_ratios=(0.0,))
 
 
-@pytest.mark.usefixtures("fresh_accelerator", "no_figures")
+@pytest.mark.usefixtures("no_figures")
 def test_bench_reports_phases(tmp_path: Path) -> None:
     config = BenchConfig(max_new_tokens=8, repeats=2)
     request = EvaluationRequest(count=2, baseline="hf", out=tmp_path)
@@ -48,7 +48,6 @@ def test_bench_reports_phases(tmp_path: Path) -> None:
         evaluate(request, EvaluationConfig(max_new_tokens=8), ["exact"])
 
 
-@pytest.mark.usefixtures("fresh_accelerator")
 def test_answers_that_a_drafter_has_learned_are_not_repeated(tmp_path: Path) -> None:
     request = EvaluationRequest(drafter="adaptive-ngram", count=1, out=tmp_path / "out")
     with pytest.raises(OptionsError, match="--repeats must be 1 with a drafter that learns"):

@@ -65,6 +65,8 @@ Run = Callable[..., tuple[int, str, str]]
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 
+pytestmark = pytest.mark.xdist_group("doctor")
+
 QUESTIONS = [problem.question for problem in problems("test", 6)]
 NEW_TOKENS = 47
 

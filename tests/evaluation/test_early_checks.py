@@ -17,8 +17,6 @@ from eagle_fsd.evaluation.config import CalibrationConfig, EvaluationRequest, Lo
 from eagle_fsd.evaluation.runner import evaluate
 from eagle_fsd.evaluation.sweep import sweep
 
-pytestmark = pytest.mark.usefixtures("fresh_accelerator")
-
 COMMANDS: dict[str, Callable[[EvaluationRequest], Any]] = {
     "evaluate": evaluate,
     "sweep": sweep,

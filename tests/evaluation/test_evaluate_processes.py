@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
+from launches import run_two
 from published import published
 
 from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
@@ -21,8 +21,6 @@ from eagle_fsd.utils.files import read_jsonl
 METHODS = ("plain", "exact", "fsd")
 COUNT = 12
 
-#: ``accelerate launch --cpu --num_processes 2`` starts one process unless there is an mpirun.
-TWO_PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 #: The command in a process that is killed once it has written its fifth answer.
 KILLED_AT_THE_FIFTH = """
 import os, signal
@@ -38,43 +36,30 @@ AnswerStore.append = append
 main()
 """
 
-#: Seconds until a process counts as hung.
-TIMEOUT = 600
-
 #: Fields that greedy decoding reproduces.
 REPRODUCED = ("turns", "idxs", "new_tokens", "accepted", "origins", "errors")
 
 
-def run_two(program: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def evaluate_in_two(program: Sequence[str], folder: Path) -> CompletedProcess[str]:
     """Run ``eagle-fsd evaluate`` in two processes."""
     methods = [word for name in METHODS for word in ("-m", name)]
-    options = ["--count", str(COUNT), "--threshold", "0.2", "--max-new-tokens", "8", "--json"]
-    command = [*program, "evaluate", "bundled", *options, *methods, "--out", str(folder)]
-    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [sys.executable, *TWO_PROCESSES, *command],
-        env={**os.environ, **variables, "ACCELERATE_USE_CPU": "true"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
+    options = ["--count", COUNT, "--threshold", 0.2, "--max-new-tokens", 8, "--json"]
+    command = [*program, "evaluate", "bundled", *options, *methods, "--out", folder]
+    return run_two(*command, ACCELERATE_USE_CPU="true")
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_accelerator")
 def test_two_killed_processes_resume_to_the_files_of_one(tmp_path: Path) -> None:
     """The parts of both become part of the merged files, and only one prints."""
     folder, alone, script = (tmp_path / name for name in ("out", "alone", "killed.py"))
     config, settings = EvaluationConfig(max_new_tokens=8), Settings(threshold=0.2)
     evaluate(EvaluationRequest(count=COUNT, out=alone), config, METHODS, settings=settings)
     script.write_text(KILLED_AT_THE_FIFTH)
-    killed = run_two([str(script)], folder)
+    killed = evaluate_in_two([str(script)], folder)
     assert killed.returncode not in (0, -signal.SIGKILL)  # the launcher survives
     kept = [record for path in folder.glob("*.part*.jsonl") for record in read_jsonl(path)]
     assert 5 <= len(kept) <= 10
-    done = run_two(["-m", "eagle_fsd.cli"], folder)
+    done = evaluate_in_two(["-m", "eagle_fsd.cli"], folder)
     assert done.returncode == 0, done.stderr
     (printed,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
     report, before = (json.loads((at / "report.json").read_text()) for at in (folder, alone))
@@ -99,7 +84,6 @@ def test_two_killed_processes_resume_to_the_files_of_one(tmp_path: Path) -> None
     assert all(record in records for record in kept)
 
 
-@pytest.mark.usefixtures("fresh_accelerator")
 def test_fastchat_reads_answers_to_mt_bench(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,33 +74,12 @@ def report_of(*rows: dict[str, Any], **values: Any) -> dict[str, Any]:
 # -- the page --------------------------------------------------------------------------------------
 
 
-def test_page_contains_its_figures_and_loads_nothing(tmp_path: Path) -> None:
-    rows = [make_row("fsd", 1.5), make_row("<b>$x^2$", 1.2)]
-    rows[1]["settings"] = {"method": "Rule()"}
-    report = report_of(*rows, comparison=comparison())
-    report["about"]["questions"] = HOSTILE
-    draw_figures(report, tmp_path)
-    text = html_text(report, tmp_path)
-    page = Page(text)
-    assert "fsd (js T=0.1, r=0.1, tree 16/8/2) decodes 1.50 times as fast" in page.text
-    assert ("title", "fuzzy token, gave up 0.5 nats, divergence 0.01") in page.attributes
-    assert "right with exact decoding, wrong here" in page.text
-    assert page.tags.count("mark") == 2  # the legend and the token
-    assert page.tags.count("svg") == 2
-    assert page.text.count("<b>$x^2$") > 5
-    assert text == html_text(json.loads(json.dumps(report)), tmp_path)
-    assert not {"script", "link", "img", "iframe", "object", "b"} & set(page.tags)
-    assert not {name for name, _ in page.attributes} & {"src", "href", "srcset"}
-    assert all(str(value).startswith("#") for name, value in page.attributes if "href" in name)
-    assert set(re.findall(r"url\((.)", text)) <= {"#"}
-    assert "@import" not in text
-    policy = next(value for _, value in page.attributes if value and "default-src" in value)
-    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
-
-
-def test_page_escapes_everything(tmp_path: Path) -> None:
+def test_page_contains_its_figures_escapes_everything_and_loads_nothing(tmp_path: Path) -> None:
+    rows = [make_row("fsd", 1.5), make_row("<b>$x^2$", 1.2), make_row(HOSTILE, 1.1)]
+    for row in rows[1:]:
+        row["settings"] = {"method": "Rule()"}
     report = report_of(
-        make_row(HOSTILE, 1.5),
+        *rows,
         comparison={**comparison(HOSTILE, HOSTILE), "method": HOSTILE},
         conclusions=[HOSTILE, HOSTILE + "2"],
         tables=[([HOSTILE], [[HOSTILE]])],
@@ -110,10 +89,23 @@ def test_page_escapes_everything(tmp_path: Path) -> None:
     draw_figures(report, tmp_path)
     text = html_text(report, tmp_path)
     page = Page(text)
-    assert not {"script", "img"} & set(page.tags)
-    assert not any(name.startswith("on") for name, _ in page.attributes)
+    assert ("title", "fuzzy token, gave up 0.5 nats, divergence 0.01") in page.attributes
+    assert "right with exact decoding, wrong here" in page.text
+    assert page.tags.count("mark") == 2  # the legend and the token
+    assert page.tags.count("svg") == 2
+    assert page.text.count("<b>$x^2$") >= 5
     assert page.text.count("<script>alert(1)</script>") >= 10
     assert "\x1b" not in text
+    assert text == html_text(json.loads(json.dumps(report)), tmp_path)
+    assert not {"script", "link", "img", "iframe", "object", "b"} & set(page.tags)
+    names = {name for name, _ in page.attributes}
+    assert not names & {"src", "href", "srcset"}
+    assert not any(name.startswith("on") for name in names)
+    assert all(str(value).startswith("#") for name, value in page.attributes if "href" in name)
+    assert set(re.findall(r"url\((.)", text)) <= {"#"}
+    assert "@import" not in text
+    policy = next(value for _, value in page.attributes if value and "default-src" in value)
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def test_page_keeps_the_answers_spaces() -> None:
@@ -124,7 +116,7 @@ def test_page_keeps_the_answers_spaces() -> None:
     assert plain == ["a\n b", "a\n b\u21b5\na\n b"]
 
 
-@pytest.mark.usefixtures("fresh_accelerator", "no_figures")
+@pytest.mark.usefixtures("no_figures")
 def test_evaluation_writes_a_page_with_its_changed_answers(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Tom has 12 <b>red</b> pens and 7 blue pens. How many pens?\n")

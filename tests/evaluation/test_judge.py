@@ -31,7 +31,7 @@ from stub_judge import (
 from eagle_fsd.evaluation import EvaluationRequest
 from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.judge.judging import judge, judgment_file
-from eagle_fsd.evaluation.judge.prompts import JudgeError
+from eagle_fsd.evaluation.judge.prompts import CONTEXT_END, CONTEXT_START, JudgeError
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import requested_questions
 from eagle_fsd.utils.chat_api import Endpoint
@@ -151,16 +151,16 @@ def test_the_judge_reads_system_prompts_and_earlier_messages(
         name: [{"question_id": 0, "answer_id": name, "choices": [{"turns": [name]}]}]
         for name in ("exact", "fsd")
     }
-    systems = ("Talk like a pirate.", "Be brief.")
+    systems = ("Talk like a {pirate}.", "Be brief.")  # braces are not fields
     for reference, system in itertools.product((None, "exact"), systems):
         questions = requested_questions(EvaluationRequest(questions=str(file), system=system))
         asked = len(stub.answered)
         for _ in range(2):
             judge(stub.endpoint(), questions, records, out, reference=reference)
             assert len(stub.answered) == asked + 2
+        context = f"### System:\n{system}\n\n### User:\nHi\n\n### Assistant:\nAhoy!\n\n"
         for prompt in stub.answered[asked:]:
-            places = [prompt.index(text) for text in (system, "Hi", "Ahoy!", "Q Bye A ")]
-            assert places == sorted(places)
+            assert prompt.startswith(f"{CONTEXT_START}\n{context}{CONTEXT_END}Q Bye A ")
 
 
 def test_changed_answers_and_prompts_are_judged_again(

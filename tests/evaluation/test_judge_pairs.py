@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from stub_judge import QUESTIONS, StubJudge, records_of
+from stub_judge import QUESTIONS, StubJudge, pairwise_request, records_of
 
 from eagle_fsd import OptionsError
-from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
+from eagle_fsd.evaluation import EvaluationConfig, evaluate
 from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.judge.judging import judge, judgment_file, pair_summary
 from eagle_fsd.evaluation.methods import fsd_method
@@ -117,18 +117,12 @@ def test_the_turns_of_a_question_count_as_one() -> None:
     assert summary["loss_limit"] == loss_bound(2, 1, 4)
 
 
-@pytest.mark.usefixtures("fresh_accelerator", "no_figures")
+@pytest.mark.usefixtures("no_figures")
 def test_evaluation_reports_comparisons(stub: StubJudge, tmp_path: Path) -> None:
     stub.reply_with(lambda _: "[[C]]")
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Hello!\nWhat is 2 + 3?\n")
-    request = EvaluationRequest(
-        questions=str(prompts),
-        out=tmp_path / "out",
-        judge_base_url=stub.url,
-        judge_model="a/b",
-        judge_mode="pair",
-    )
+    request = pairwise_request(stub, 2, tmp_path / "out").updated(questions=str(prompts))
     config = EvaluationConfig(max_new_tokens=12)
     report = evaluate(request, config, ["exact", fsd_method(0.4)])
     exact, fuzzy = report["rows"]

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from published import published
 from stub_judge import PROMPTS, QUESTIONS
 
-from eagle_fsd.evaluation.judge.prompts import (
-    CONTEXT_END,
-    CONTEXT_START,
-    JudgeError,
-    JudgePrompts,
-    parse_rating,
-)
+from eagle_fsd.evaluation.judge.prompts import JudgeError, JudgePrompts, parse_rating
 from eagle_fsd.evaluation.questions.formats import read_questions
 from eagle_fsd.evaluation.questions.question import Question
 
@@ -57,23 +49,6 @@ def test_prompts_depend_on_category_and_turn() -> None:
             "R right {1} R right 2 Q add A one {x} B three Q subtract A two B four",
         ),
     ]
-
-
-def test_messages_before_the_first_turn_precede_the_prompt() -> None:
-    """Earlier messages appear once before every judge prompt, and their braces are not fields."""
-    prompts = JudgePrompts.load(QUESTIONS)
-    context = (("system", "Be {brief}."), ("user", "Hi"), ("assistant", "Hello!"))
-    answers = ["one", "two"]
-    for question, turn, compared in itertools.product(QUESTIONS[:2], (1, 2), (1, 2)):
-        plain = prompts.fill(question, turn, *[answers] * compared)
-        found = prompts.fill(replace(question, context=context), turn, *[answers] * compared)
-        assert (found.name, found.system) == (plain.name, plain.system)
-        before, _, after = found.user.partition(CONTEXT_END)
-        assert after == plain.user
-        assert before == (
-            f"{CONTEXT_START}\n### System:\nBe {{brief}}.\n\n### User:\nHi\n\n"
-            "### Assistant:\nHello!\n\n"
-        )
 
 
 def test_references_are_used_by_category_and_read_only_if_needed(judge_data: Path) -> None:

@@ -32,12 +32,15 @@ PROGRAM = ["-m", "eagle_fsd.cli", "lm-eval"]
 TREE = {"total_tokens": 12, "depth": 5, "tree_top_k": 2}
 
 
-#: Prints the trees of a pair with several model arguments, and the errors of invalid ones.
-PRINT_TREES = """
+#: Prints the trees of a pair with several model arguments, the errors of invalid ones, and answers
+#: of the bundled target that end at a special token, which is no end token.
+PRINT = """
 import json, sys
+from lm_eval.api.instance import Instance
 from eagle_fsd.evaluation.lm_eval_model import EagleFSDModel
-for options in json.loads(sys.argv[1]):
-    pair = EagleFSDModel(settings=sys.argv[2], **options).pair
+several, texts = map(json.loads, sys.argv[2:])
+for options in several:
+    pair = EagleFSDModel(settings=sys.argv[1], **options).pair
     trees = [pair.tree, pair.exact_tree, *pair.batch_trees.values()]
     print(json.dumps([tree.model_dump() for tree in trees]))
 for options in ({"thresold": 0.1}, {"pretrained": "a", "target": "b"}, {"compile": "auto"}):
@@ -45,17 +48,10 @@ for options in ({"thresold": 0.1}, {"pretrained": "a", "target": "b"}, {"compile
         EagleFSDModel(**options)
     except ValueError as error:
         print(error)
-"""
-#: Prints answers of the bundled target that end at a special token, which is no end token.
-PRINT_ANSWERS = """
-import json, sys
-from lm_eval.api.instance import Instance
-from eagle_fsd.evaluation.lm_eval_model import EagleFSDModel
 model = EagleFSDModel(drafter="ngram")
 model.pair.model.generation_config.eos_token_id = model.tokenizer.pad_token_id
 model.tokenizer.eos_token = model.tokenizer.pad_token
 arguments = {"until": ["<|end|>"], "max_gen_toks": 80}
-texts = json.loads(sys.argv[1])
 requests = [Instance("generate_until", {}, (text, arguments), 0) for text in texts]
 print(json.dumps(model.generate_until(requests, disable_tqdm=True)))
 """
@@ -142,24 +138,23 @@ class TestHarness:
             assert prompt == template.render(chat, add_generation_prompt=True)
             assert sample["resps"] == [[greedy_answer(model, prompt)]]
 
-    def test_tree_options_override_all_trees_of_the_settings(self, tmp_path: Path) -> None:
-        """Without tree options, lossless decoding and batches keep their own trees."""
+    def test_models_that_are_made_in_python(self, model: EagleFSD, tmp_path: Path) -> None:
+        """Tree options override all trees of the settings; stop strings may be special tokens.
+
+        Without tree options, lossless decoding and batches keep their own trees.
+        """
         own, exact, batch = ({"total_tokens": n, "depth": 4, "top_k": 2} for n in (12, 10, 8))
         file = tmp_path / "fsd.json"
         file.write_text(json.dumps({**own, "exact": exact, "batch": {"4": batch}}))
         options = [{}, {"threshold": 0.2}, {"total_tokens": 6, "tree_top_k": 1}]
-        output = run_beside_harness(["-c", PRINT_TREES, json.dumps(options), file])
-        printed = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
+        output = run_beside_harness(["-c", PRINT, file, *map(json.dumps, (options, QUESTIONS))])
+        *trees, texts = [json.loads(line) for line in output.splitlines() if line[:1] == "["]
         changed = {"total_tokens": 6, "depth": 4, "top_k": 1}
-        assert printed == [[own, exact, batch]] * 2 + [[changed, changed]]
+        assert trees == [[own, exact, batch]] * 2 + [[changed, changed]]
         assert "unknown option thresold" in output
         assert "pretrained is another name of target: pass only one of them" in output
         assert "compile=auto is not supported" in output
-
-    def test_answers_end_at_stop_strings_that_are_special_tokens(self, model: EagleFSD) -> None:
-        output = run_beside_harness(["-c", PRINT_ANSWERS, json.dumps(QUESTIONS)])
-        expected = [greedy_answer(model, text, 80) for text in QUESTIONS]
-        assert json.loads(output.splitlines()[-1]) == expected
+        assert texts == [greedy_answer(model, text, 80) for text in QUESTIONS]
 
 
 def test_missing_harness(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

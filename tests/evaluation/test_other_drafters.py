@@ -48,7 +48,7 @@ def answer_texts(file: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("drafter", ["bundled-eagle3", "ngram"])
-@pytest.mark.usefixtures("fresh_accelerator", "few_measurements")
+@pytest.mark.usefixtures("few_measurements")
 def test_sweep_and_tune_with_another_drafter(drafter: str, tmp_path: Path) -> None:
     request = EvaluationRequest(count=2, drafter=drafter, out=tmp_path / "sweep")
     grid = GridConfig(thresholds=(0.0, 0.4), min_ratios=(0.0,))

@@ -153,8 +153,8 @@ def test_built_in_graders() -> None:
         ("exact", "4", ["4"], ["The answer is 4.", "4.0"]),
         ("regex", r"(?i)\blima\b", ["It is LIMA.", "lima"], ["limas", "", "lima</think>Rome"]),
         ("number", "1/2", ["The answer is 0.5.", "#### 1/2"], ["It is 2.", ""]),
-        ("strict-match", "1,234", ["#### 1234.\n5"], ["####1234", "The answer is 1234.", ""]),
-        ("flexible-extract", "7", ["It is $7.", "#### 8\n#### 7"], ["#### 7\nin 2 steps", ""]),
+        ("strict-match", "1,234", ["#### 1234.\n5"], ["####1234", "#### 8\n#### 1234", ""]),
+        ("flexible-extract", "7", ["It is $7.", "8\n7\nQuestion: 9"], ["7\nin 2 steps", "7.00"]),
     ]:
         question = find_grader(grader).apply(Question(0, "c", ("q",), answer=answer))
         assert [score(question, text) for text in right] == [True] * len(right)
@@ -324,7 +324,7 @@ def run_own(path: Path, out: Path, **options: Any) -> Any:
     return report
 
 
-@pytest.mark.usefixtures("fresh_accelerator", "no_figures")
+@pytest.mark.usefixtures("no_figures")
 def test_own_questions_are_answered_with_their_context(model: EagleFSD, tmp_path: Path) -> None:
     """Another grader scores the same answers; another system prompt is refused."""
     path, out = tmp_path / "q.jsonl", tmp_path / "out"
@@ -377,18 +377,9 @@ def test_a_base_model_continues_examples_or_the_prompt_itself(model: EagleFSD) -
     assert (raw.stop, raw.adds_special_tokens) == ((), True)
 
 
-def test_a_base_model_sees_the_examples_and_stops(model: EagleFSD, tmp_path: Path) -> None:
+def test_a_base_model_sees_the_examples(model: EagleFSD, tmp_path: Path) -> None:
     question = Question(0, "c", ("What?",), context=(("user", "Who?"), ("assistant", "Tim")))
-    template = CompletionTemplate(1)
-
-    def answer() -> dict[str, Any]:
-        asked = answerer(model, tmp_path, template, max_new_tokens=32)
-        (record,) = asked.answer([question], EXACT)
-        return dict(record["choices"][0])
-
-    whole = answer()
-    (text,) = whole["turns"]
+    asked = answerer(model, tmp_path, CompletionTemplate(1), max_new_tokens=4)
+    (record,) = asked.answer([question], EXACT)
     prompt = model.tokenizer("Question: Who?\nAnswer: Tim\n\nQuestion: What?\nAnswer:").input_ids
-    assert whole["prompt_ids"] == [prompt]
-    template.stop = (text.split()[2],)  # as "Question:" would
-    assert answer()["turns"] == [text[: text.index(template.stop[0])].strip()]
+    assert record["choices"][0]["prompt_ids"] == [prompt]

@@ -58,6 +58,7 @@ def test_figures_of_a_sweep(tmp_path: Path) -> None:
     found, methods = (texts(tmp_path / name) for name in report["figures"])
     assert {"exact", "Hugging Face", "FSD, r=0.3", "calibrated: T=0.1 r=0.3"} <= set(found)
     assert {"T=0.05", "T=0.1", "T=0.4", "Pareto front of all methods"} <= set(found)
+    assert "accuracy (%)" in found
     assert not {"FSD, r=0", "rule5", "plain"} & set(found)
     assert {"FSD, r=0", "FSD, r=0.1", "FSD, r=0.3", "bad (30)"} <= set(methods)
     assert len([text for text in methods if text.startswith("rule")]) >= 6
@@ -73,22 +74,15 @@ def test_figures_of_small_reports(tmp_path: Path) -> None:
     report = make_report([make_row("plain", 0.4), make_row("exact", 1.0)])
     draw_figures(report, tmp_path)
     assert "figures" not in report
-    rows = [make_row(name, speed, scored=False) for name, speed in (("exact", 1.0), ("fsd", 1.2))]
-    report = make_report(rows)
-    draw_figures(report, tmp_path)
-    assert report["figures"] == ["tradeoff.png"]
-    assert {"fsd", "log-probability (nats/token)"} <= set(texts(tmp_path / "tradeoff.png"))
-    report = make_report([make_row(name, speed) for name, speed in (("exact", 1.0), ("fsd", 1.2))])
-    for about, label in (
-        ({}, "accuracy (%)"),
-        ({"measure": "agreement"}, "agreement (%)"),
-        (
-            {"measure": "regret", "max_regret": 0.1},
-            "answers with a regret of at most 0.1 nats per token (%)",
-        ),
+    for scored, label in (
+        (False, "log-probability (nats/token)"),
+        (True, "answers with a regret of at most 0.1 nats per token (%)"),
     ):
-        report["about"] |= about
+        rows = [make_row("exact", 1.0, scored=scored), make_row("fsd", 1.2, scored=scored)]
+        report = make_report(rows)
+        report["about"] |= {"measure": "regret", "max_regret": 0.1}
         draw_figures(report, tmp_path)
+        assert report["figures"] == ["tradeoff.png"]
         assert label in texts(tmp_path / "tradeoff.png")
 
 

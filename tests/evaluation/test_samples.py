@@ -12,7 +12,7 @@ import pytest
 from pair_answers import answerer
 from sample_report import make_report, make_row
 
-from eagle_fsd import EagleFSD, OptionsError, TreeConfig
+from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
 from eagle_fsd.evaluation.answer_store import AnswerStore, all_turns
 from eagle_fsd.evaluation.answering import answer_seed
@@ -79,13 +79,6 @@ def test_every_answer_has_a_seed_of_its_own() -> None:
     assert seeds == [answer_seed(*key) for key in keys]
 
 
-def test_greedy_answers_are_not_repeated() -> None:
-    for name in ("samples", "seeds"):
-        with pytest.raises(OptionsError, match=f"--{name} 2 requires a --temperature above 0"):
-            EvaluationConfig.from_dict({name: 2})
-        EvaluationConfig.from_dict({name: 2, "temperature": 0.5})
-
-
 @pytest.mark.slow
 def test_samples_do_not_depend_on_other_questions(model: EagleFSD, tmp_path: Path) -> None:
     """Samples are the same in larger runs, in runs that grow, and in batches."""
@@ -120,7 +113,6 @@ def test_samples_do_not_depend_on_other_questions(model: EagleFSD, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_accelerator")
 def test_samples_are_reported(tmp_path: Path) -> None:
     """Exact decoding, also with a tree of its own, is not compared with itself."""
     own_tree = replace(EXACT, tree=TreeConfig(total_tokens=8, depth=4, top_k=2))

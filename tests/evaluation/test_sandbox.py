@@ -165,7 +165,7 @@ def test_attacks_are_wrong_answers(name: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-judge")
     inherited = f"attack{os.getpid()}"
     named = f"import ctypes\nctypes.CDLL(None).prctl(15, b'{inherited}', 0, 0, 0)\n"
-    result = run(named + ATTACKS[name], seconds=1 if name in ENDLESS else 60)
+    result = run(named + ATTACKS[name], seconds=0.5 if name in ENDLESS else 60)
     assert not result.passed
     assert result.reason
     assert result.timed_out is (name in ENDLESS)
@@ -382,7 +382,7 @@ def test_without_a_sandbox_code_runs_only_if_unsafe(
     assert "not a security boundary" in caplog.text
     assert run(RIGHT, sandboxed=False).passed
     assert not run("def f(x):\n    return x", sandboxed=False).passed
-    assert run("while True:\n    pass", sandboxed=False, seconds=1).timed_out
+    assert run("while True:\n    pass", sandboxed=False, seconds=0.5).timed_out
 
 
 def test_threads_are_not_limited_without_a_sandbox() -> None:
@@ -391,11 +391,6 @@ def test_threads_are_not_limited_without_a_sandbox() -> None:
     limit = resource.getrlimit(resource.RLIMIT_NPROC)
     tests = f"def check(candidate):\n    assert candidate() == {limit}"
     assert run(code, tests, sandboxed=False).passed
-
-
-def test_unsafe_requires_execute_code() -> None:
-    with pytest.raises(ValueError, match="--unsafe requires --execute-code"):
-        EvaluationRequest(unsafe=True)
 
 
 class Color(IntEnum):

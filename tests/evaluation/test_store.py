@@ -7,15 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
-from eagle_fsd.evaluation.answer_store import (
-    CHOICE_LISTS,
-    AnswerStore,
-    Session,
-    folder_lock,
-    read_sessions,
-)
+from eagle_fsd.evaluation.answer_store import CHOICE_LISTS, AnswerStore, Session, read_sessions
 
 INPUTS = {"questions": "few", "seed": 0}
 QUESTIONS: dict[int | str, str] = {number: f"text {number}" for number in range(6)}
@@ -54,16 +47,9 @@ def test_a_kill_at_any_byte_loses_at_most_one_answer(tmp_path: Path) -> None:
         assert store.path.read_bytes() == complete
 
 
-def test_answers_from_other_inputs_are_rejected(tmp_path: Path) -> None:
-    """They may change while there is no answer."""
+def test_inputs_may_change_while_there_is_no_answer(tmp_path: Path) -> None:
     open_store(tmp_path, {**INPUTS, "seed": 1})
     open_store(tmp_path).append(record_of(0))
-    before = (tmp_path / "exact.meta.json").read_bytes()
-    with pytest.raises(ValueError, match="seed was 0, is 1") as error:
-        open_store(tmp_path, {**INPUTS, "seed": 1})
-    assert str(error.value).isprintable()
-    assert (tmp_path / "exact.meta.json").read_bytes() == before
-    AnswerStore(tmp_path, "other", {**INPUTS, "seed": 1}, QUESTIONS).open()
 
 
 def test_a_part_of_a_missing_process_is_read_up_to_its_last_complete_line(tmp_path: Path) -> None:
@@ -129,11 +115,3 @@ def test_a_session_is_saved_with_its_first_answer(tmp_path: Path) -> None:
     (tmp_path / "sessions" / f"{early.id}.json").write_text("{")
     with pytest.raises(ValueError, match=rf"{early.id}.json is missing or damaged"):
         read_sessions(tmp_path, ids)
-
-
-def test_a_folder_is_locked_by_one_run_at_a_time(tmp_path: Path) -> None:
-    folder = tmp_path / "new"
-    with folder_lock(folder), folder_lock(folder):  # a part of the same run
-        pass
-    with FileLock(folder / ".lock"), pytest.raises(ValueError, match="another run"):
-        folder_lock(folder).__enter__()

@@ -111,6 +111,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 4.0},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "hrm_text": {"L_cycles": 1, "num_layers_per_stack": 1},  # many cycles amplify rounding
+    "hyperclovax": {"logits_scaling": 0.25},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
     "laguna": {"layer_types": ALTERNATING},
     "lfm2": {"layer_types": CONVOLUTIONAL},

@@ -1,6 +1,6 @@
 """Targets with quantized weights decode like their own ``generate``; torchao must be importable.
 
-``test_quantized_target.py`` runs these tests in a process of their own.
+``test_separate_processes.py`` runs these tests in a process of their own.
 """
 
 from __future__ import annotations
@@ -79,11 +79,14 @@ def test_weights_quantized_when_loaded(kind: Any, name: str, dtype: str, folder:
 
 
 def test_checkpoint_with_its_own_configuration_needs_no_option(folder: Path) -> None:
+    """Embedding and output projection, which are not quantized, can be loaded alone."""
     model = load_target(folder, quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))
     model.save_pretrained(folder.parent / "saved")
-    again = load_target(folder.parent / "saved")
+    again, part = load_target(folder.parent / "saved"), load_embeddings(folder.parent / "saved")
     for one, other in zip(plain_tensors(weight(model)), plain_tensors(weight(again)), strict=True):
         assert torch.equal(one, other)
+    assert torch.equal(part.lm_head.weight, model.lm_head.weight)
+    assert weight(part).is_meta
     check_decoding(again)
 
 
@@ -115,14 +118,6 @@ def test_command_quantizes_the_target(
     with contextlib.suppress(SystemExit):
         main()
     assert "calibrated for another target" in caplog.text
-
-
-def test_embeddings_of_a_quantized_checkpoint_are_loaded_alone(folder: Path) -> None:
-    load_target(folder, quantize="int8").save_pretrained(folder.parent / "saved")
-    part = load_embeddings(folder.parent / "saved")
-    whole = load_target(folder)
-    assert torch.equal(part.lm_head.weight, whole.lm_head.weight)
-    assert weight(part).is_meta
 
 
 def test_int4_needs_a_gpu() -> None:

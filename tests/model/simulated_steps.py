@@ -1,6 +1,6 @@
 """A decoding step neither reads from the device nor mixes devices, shown without a GPU.
 
-``test_simulated_accelerator.py`` runs these tests in a process of their own.
+``test_separate_processes.py`` runs these tests in a process of their own.
 """
 
 from __future__ import annotations
@@ -180,13 +180,14 @@ def test_step_with_an_eagle3_head(divergence: str) -> None:
     run_steps(eagle3_pair(), SAMPLED, divergence=divergence, threshold=0.2)
 
 
-def test_reading_from_the_device_is_detected() -> None:
+def test_reads_copies_and_mixed_devices_are_detected() -> None:
     engine, result = run_steps(pair())
-    with simulated_accelerator(), pytest.raises(DataDependentOutputException):
-        engine._read(result)
-
-
-def test_copies_from_the_host_are_detected() -> None:
+    with simulated_accelerator():
+        tensors = [torch.ones(2, device=device) for device in DEVICES]
+        with pytest.raises(DataDependentOutputException):
+            engine._read(result)
+        with pytest.raises(RuntimeError, match=r"gpu:0.*gpu:1"):
+            torch.add(*tensors)
     for copy in (
         lambda: torch.tensor([1], device=DEVICES[0]),
         lambda: torch.zeros(2).to(DEVICES[0]),
@@ -196,10 +197,3 @@ def test_copies_from_the_host_are_detected() -> None:
             copy()
             with without_host_copies(), pytest.raises(HostCopyError):
                 copy()
-
-
-def test_mixing_devices_is_detected() -> None:
-    with simulated_accelerator():
-        tensors = [torch.ones(2, device=device) for device in DEVICES]
-        with pytest.raises(RuntimeError, match=r"gpu:0.*gpu:1"):
-            torch.add(*tensors)

@@ -58,17 +58,6 @@ def generate(pair: EagleFSD, **options: Any) -> Any:
     return out.sequences, out.origins, out.stats.tau
 
 
-def custom_generate(pair: EagleFSD) -> Any:
-    ids, mask = batch()
-    generate = pair.custom_generate
-    return greedy_reference(pair.model, ids, mask, new=NEW_TOKENS, custom_generate=generate)
-
-
-def beam_search(pair: EagleFSD) -> Any:
-    ids, mask = batch()
-    return pair.beam_search(ids, mask, 6, num_beams=2).sequences
-
-
 def two_turns(pair: EagleFSD) -> Any:
     """Continue a chat whose tokens are cached."""
     cache = PrefixCache()
@@ -77,8 +66,10 @@ def two_turns(pair: EagleFSD) -> Any:
 
 
 OTHERS: dict[str, Callable[[EagleFSD], Any]] = {
-    "custom_generate": custom_generate,
-    "beam_search": beam_search,
+    "custom_generate": lambda pair: greedy_reference(
+        pair.model, *batch(), new=NEW_TOKENS, custom_generate=pair.custom_generate
+    ),
+    "beam_search": lambda pair: pair.beam_search(*batch(), 6, num_beams=2).sequences,
     "prefix_cache": two_turns,
 }
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from pairs import ACCEPT_ALL, aligned_pair, batch, random_pair
+from pairs import batch, random_pair
 from torch import Tensor
 from trees import (
     ALWAYS,
@@ -32,7 +32,6 @@ from eagle_fsd.model.acceptance import (
     DeferredRule,
     DelayedRule,
     ExactRule,
-    FuzzyRule,
     LimitedRule,
     MarginRule,
     MixtureRule,
@@ -258,31 +257,6 @@ def test_phase_begins_and_ends_inside_a_tree() -> None:
     assert _phase(bonus, [A]) == ([A, D], 1.0)
 
 
-def test_rules_that_judge_whole_paths_say_so() -> None:
-    """So calls that keep one child per node reject them."""
-    limited = LimitedRule(ExactRule(), 1.0)
-    for rule in (DeferredRule(), TargetRule(), BudgetRule(), RegretRule(), limited):
-        assert rule.judges_paths
-    assert not FuzzyRule(1.0).judges_paths
-
-
-@dataclass
-class Mutable(AcceptanceRule):
-    """Accepts every token, and has no hash."""
-
-    width: int = 0
-
-
-def test_custom_rule_need_not_be_hashable() -> None:
-    given = aligned_pair()
-    pair = EagleFSD(given.model, given.drafter, given.tree)
-    pair.compile = "auto"  # counts steps by their rule
-    ids = batch()[0][:1]
-    found = pair.generate(ids, max_new_tokens=8, rule=Mutable()).sequences
-    expected = pair.generate(ids, max_new_tokens=8, threshold=ACCEPT_ALL).sequences
-    assert torch.equal(found, expected)
-
-
 def test_typical_rule_uses_the_entropy_bound() -> None:
     """``0.09 exp(-H)`` is .0274 at the root, so that .04 passes and .01 does not, then .0566."""
     p = [[0.5, 0.25, 0.2, 0.04, 0.01], [0.9, 0.04, 0.03, 0.02, 0.01], *[[0.2] * 5] * 4]
@@ -292,8 +266,6 @@ def test_typical_rule_uses_the_entropy_bound() -> None:
     assert outcome(kept) == ([D, A, A], [FUZZY, FUZZY, TARGET], [0, 1, 5])
 
 
-#: Rows end after different numbers of steps, so they are dropped and moved.
-ENDS = list(range(0, 96, 7))
 NEW_TOKENS = 40
 
 
@@ -306,32 +278,6 @@ def _spent(pair: EagleFSD, prompt: Tensor, answer: Tensor, origins: Tensor) -> f
     return float(regret[origins == Origin.FUZZY].sum())
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        LimitedRule(RegretRule(1.0), 6.0),
-        PhaseRule(LimitedRule(FuzzyRule(ALWAYS), 6.0), 5, 9),
-        LimitedRule(DelayedRule(FuzzyRule(ALWAYS), 7), 6.0),
-    ],
-    ids=["limited", "phase", "delayed"],
-)
-def test_state_follows_its_row(rule: AcceptanceRule) -> None:
-    """A batch gives the same answers as its rows by themselves."""
-    pair = random_pair()
-    ids, mask = batch()
-    options = {"max_new_tokens": NEW_TOKENS, "rule": rule, "eos_token_id": ENDS}
-    together = pair.generate(ids, mask, **options)
-    new = together.sequences[:, ids.shape[1] :]
-    lengths = set()
-    for row, (tokens, real) in enumerate(zip(ids, mask.bool(), strict=True)):
-        alone = pair.generate(tokens[real][None], **options)
-        count = alone.origins.shape[1]
-        lengths.add(count)
-        assert torch.equal(new[row, :count], alone.sequences[0, int(real.sum()) :])
-        assert torch.equal(together.origins[row, :count], alone.origins[0])
-    assert len(lengths) > 1
-
-
 @pytest.mark.parametrize("options", [{}, {"selection": "target"}, {"rule": "mixture 0.5"}])
 def test_the_first_tokens_are_exact(options: dict[str, str]) -> None:
     """``exact_first`` makes exactly that many tokens exact, and the next one may be fuzzy."""
@@ -340,13 +286,7 @@ def test_the_first_tokens_are_exact(options: dict[str, str]) -> None:
     rule = {} if "rule" in options else {"threshold": ALWAYS}
 
     def answers(**acceptance: object) -> tuple[Tensor, Tensor]:
-        out = pair.generate(
-            ids,
-            mask,
-            max_new_tokens=NEW_TOKENS,
-            eos_token_id=[],
-            acceptance=AcceptanceConfig.from_dict(acceptance),
-        )
+        out = pair.generate(ids, mask, NEW_TOKENS, eos_token_id=[], acceptance=acceptance)
         return out.sequences[:, ids.shape[1] :], out.origins
 
     exact, _ = answers()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import pytest
 import torch
 from families import tiny_model
@@ -30,7 +28,7 @@ from transformers import (
     GPTNeoConfig,
     LlamaConfig,
     Phi3Config,
-    PreTrainedModel,
+    PreTrainedConfig,
 )
 from trees import make_tree
 
@@ -40,15 +38,18 @@ from eagle_fsd.model.target import Target, TargetPass
 
 #: Types, and whether their decoder layers can serve in a head. OPT calls its inner decoder and not
 #: its base model; DeepSeek's keys and values differ in size; Gemma 3 has a window and a RoPE of its
-#: own in some layers; Gemma 2 and Cohere transform the output of ``lm_head``.
+#: own in some layers; Gemma 2, Cohere and HyperCLOVA X transform the output of ``lm_head``, and
+#: MiniCPM3 its input (both are tested without a head).
 TYPES = {
     "opt": False,
     "deepseek_v3": False,
     "gemma2": False,
     "gemma3_text": True,
     "cohere": True,
+    "minicpm3": False,
+    "hyperclovax": False,
 }
-SCALED = ("gemma2", "cohere")
+SCALED = ("gemma2", "cohere", "minicpm3", "hyperclovax")
 CONTEXT = 64  # GPT-2's
 LIMIT = 32  # stable_length of the two RoPE types below
 SIZES = {**MODEL_SIZES, "tie_word_embeddings": False}
@@ -58,34 +59,12 @@ LONGROPE = {
     "short_factor": [1.0] * 4,
     "long_factor": [4.0] * 4,
 }
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-LIMITED = {
-    "phi3-longrope": lambda: Phi3Config(
-        **SIZES, original_max_position_embeddings=LIMIT, rope_parameters=LONGROPE
-    ),
-    "llama-dynamic": lambda: LlamaConfig(
-        **SIZES, rope_parameters={**DYNAMIC, "original_max_position_embeddings": LIMIT}
-    ),
+DYNAMIC = {
+    "rope_type": "dynamic",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": LIMIT,
 }
-
-
-@lru_cache
-def limited(name: str) -> PreTrainedModel:
-    """Return a random target whose RoPE depends on the length beyond a limit."""
-    model = AutoModelForCausalLM.from_config(LIMITED[name]())
-    randomize(model, 2)
-    model.generation_config.eos_token_id = None
-    return model.eval()
-
-
-@lru_cache
-def gpt2() -> PreTrainedModel:
-    """Return a random GPT-2, whose position table ends with the context."""
-    sizes = {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    config = GPT2Config(**sizes, n_positions=CONTEXT, bos_token_id=None, eos_token_id=None)
-    model = AutoModelForCausalLM.from_config(config)
-    randomize(model, 4)
-    return model.eval()
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -121,7 +100,10 @@ def test_decoding_and_passes_match_hugging_face(name: str) -> None:
 
 def test_learned_positions_limit_the_answer_to_the_context() -> None:
     """Tree nodes beyond the position table do not affect others."""
-    model, ids = gpt2(), prompt(50, 11)
+    sizes = {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    config = GPT2Config(**sizes, n_positions=CONTEXT, bos_token_id=None, eos_token_id=None)
+    model, ids = AutoModelForCausalLM.from_config(config).eval(), prompt(50, 11)
+    randomize(model, 4)
     expected = greedy_reference(model, ids, new=14)
     out = EagleFSD(model, None).generate(ids, max_new_tokens=30, method="ar")
     assert torch.equal(out.sequences, expected)
@@ -137,18 +119,29 @@ def test_learned_positions_limit_the_answer_to_the_context() -> None:
                 assert_close(scored, 0, node, plain_logits(model, torch.cat([prefix, path])))
 
 
-@pytest.mark.parametrize(("name", "depth"), [("phi3-longrope", 6), ("llama-dynamic", 3)])
-def test_length_dependent_rope_matches_hugging_face_up_to_its_limit(name: str, depth: int) -> None:
+@pytest.mark.parametrize(
+    ("config", "depth"),
+    [
+        (Phi3Config(**SIZES, original_max_position_embeddings=LIMIT, rope_parameters=LONGROPE), 6),
+        (LlamaConfig(**SIZES, rope_parameters=DYNAMIC), 3),
+    ],
+    ids=["phi3-longrope", "llama-dynamic"],
+)
+def test_length_dependent_rope_matches_hugging_face_up_to_its_limit(
+    config: PreTrainedConfig, depth: int
+) -> None:
     """A node beyond the limit would switch the whole pass to other frequencies."""
-    model = limited(name)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    randomize(model, 2)
+    model.generation_config.eos_token_id = None
     pair = EagleFSD(model, untrained_head(model), small_tree(depth=depth, top_k=2))
     ids, mask = left_padded(prompt(5, 1), prompt(1, 2), prompt(7, 3))
     expected = greedy_reference(model, ids, mask, new=25)
     for method in ("fsd", "ar"):
         assert torch.equal(pair.generate(ids, mask, 25, method=method).sequences, expected)
     for length, new, method in ((20, 13, "fsd"), (33, 1, "ar"), (1, 200, "fsd")):
-        message = f"reach {length + new} tokens, but beyond 32 the target's attention"
-        _assert_rejected(pair, message, prompt(length), max_new_tokens=new, method=method)
+        with raises_one_line(f"reach {length + new} tokens, but beyond 32 the target's attention"):
+            pair.generate(prompt(length), max_new_tokens=new, method=method)
 
 
 def test_unsupported_targets_and_heads_are_rejected() -> None:
@@ -173,18 +166,12 @@ def test_offloaded_weights_are_rejected() -> None:
     pair = EagleFSD(model, untrained_head(model), small_tree())
     model.model.layers[1].to("meta")
     for method in ("fsd", "ar"):
-        message = "offloaded .* needs all layers on their devices"
-        _assert_rejected(pair, message, prompt(6), method=method)
+        with raises_one_line("offloaded .* needs all layers on their devices"):
+            pair.generate(prompt(6), max_new_tokens=4, method=method)
     model = tiny_target()
     model.lm_head.to("meta")
     with pytest.raises(ValueError, match="offloaded"):
         check_target(Target(model))
-
-
-def _assert_rejected(pair: EagleFSD, message: str, ids: Tensor, **options: object) -> None:
-    """``generate`` raises a ValueError of one line."""
-    with raises_one_line(message):
-        pair.generate(ids, **{"max_new_tokens": 4, **options})
 
 
 def assert_close(scored: TargetPass, row: int, node: int, expected: tuple[Tensor, Tensor]) -> None:

@@ -48,10 +48,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"threshold": -0.1}, "threshold must be a number of at least 0; got -0.1"),
     ({"method": "beam"}, "method must be one of fsd, ar; got 'beam'"),
     ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1; got 0"),
-    ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer of at least 1; got 2.5"),
-    ({"temperature": 1.0, "top_p": 0.0}, r"top_p must be a number in \(0, 1\]; got 0.0"),
     ({"temperature": 1.0, "top_k": 97}, "top_k must be at most the vocabulary of 96 tokens"),
-    ({"seed": -1}, r"seed must be an integer in \[0, "),
     ({"details": -1}, "details must be an integer of at least 0; got -1"),
     ({"top_k": np.array([1, 2])}, r"top_k must be an integer of at least 0; got array\(\[1, 2"),
     ({"input_ids": torch.empty(1, 0, dtype=torch.long)}, "every row at least one token"),
@@ -78,7 +75,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"rule": MarginRule}, "rule must be an AcceptanceRule or the name of one; got <class"),
     ({"acceptance": {"treshold": 0.1}}, "unknown option treshold; the options are threshold"),
     ({"acceptance": "margin"}, "acceptance must be of type AcceptanceConfig or dict; got 'margin'"),
-    ({"sampling": {"top_p": 2.0}}, r"top_p must be a number in \(0, 1\]; got 2.0"),
     ({"sampling": AcceptanceConfig()}, "sampling must be of type SamplingConfig or dict; got Acc"),
     ({"eos_token_id": 1.5}, r"eos_token_id must be an integer in \[-2147483648, .*; got 1.5"),
     ({"eos_token_id": [3, "</s>"]}, "eos_token_id must be an integer in .*; got '</s>'"),
@@ -121,10 +117,6 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     ({"eos_token_id": set(range(0, 96, 5))}, {"eos_token_id": list(range(0, 96, 5))}),
     ({"eos_token_id": np.arange(0, 96, 5)}, {"eos_token_id": list(range(0, 96, 5))}),
-    (
-        {"eos_token_id": range(0, 96, 5), "pad_token_id": np.int32(7)},
-        {"eos_token_id": list(range(0, 96, 5)), "pad_token_id": 7},
-    ),
     ({"stopping_criteria": MaxLengthCriteria(11)}, {"stopping_criteria": [MaxLengthCriteria(11)]}),
     ({"logits_processor": PENALTY}, {"logits_processor": (PENALTY,)}),
     (
@@ -149,6 +141,9 @@ def test_invalid_arguments_raise_one_line() -> None:
         EagleFSD(random_pair().model, None).generate(prompt(5))
     with pytest.raises(TypeError, match="must be a Hugging Face model; got Linear"):
         EagleFSD(torch.nn.Linear(2, 2), None)
+    wide = EagleFSD(random_pair().model, random_pair().drafter, small_tree(top_k=97))
+    with pytest.raises(ValueError, match="tree's top_k must be at most the vocabulary of 96"):
+        wide.generate(prompt(5))
 
 
 def test_invalid_batches_raise_one_line() -> None:
@@ -186,12 +181,6 @@ def test_a_rule_has_the_same_tree_by_name_and_as_an_object() -> None:
         assert pair.request([5], rule=rule).tree == tree
     pair.acceptance = AcceptanceConfig(threshold=0.2)
     assert pair.request([5], rule=ExactRule()).tree == pair.exact_tree
-
-
-def test_tree_wider_than_the_vocabulary_raises() -> None:
-    pair = EagleFSD(random_pair().model, random_pair().drafter, small_tree(top_k=97))
-    with pytest.raises(ValueError, match="tree's top_k must be at most the vocabulary of 96"):
-        pair.generate(prompt(5))
 
 
 @pytest.mark.parametrize(

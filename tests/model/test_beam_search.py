@@ -16,6 +16,7 @@ from pairs import (
     VOCAB_SIZE,
     aligned_pair,
     batch,
+    greedy_reference,
     left_padded,
     prompt,
     random_pair,
@@ -41,31 +42,15 @@ EOS = [3, 5, 9, 17, 25, 33, 35, 40, 50, 60, 61, 70, 77, 90]
 WIDE_TREE = TreeConfig(total_tokens=40, depth=3, top_k=8)
 
 
-def hugging_face(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor, new: int = NEW, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """Return the sequences and scores of Hugging Face's beam search."""
-    options = {"pad_token_id": 0, **options}
-    out = model.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=new,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_scores=True,
-        **options,
-    )
-    return out.sequences, out.sequences_scores
-
-
 def check(
     pair: EagleFSD, ids: Tensor, mask: Tensor, new: int = NEW, method: str = "fsd", **options: Any
 ) -> BeamSearchOutput:
     """Search, and compare with Hugging Face."""
     out = pair.beam_search(ids, mask, new, method=method, **options)
-    sequences, scores = hugging_face(pair.model, ids, mask, new, **options)
-    assert torch.equal(out.sequences, sequences)
-    torch.testing.assert_close(out.scores, scores, rtol=1e-6, atol=1e-4)
+    options |= {"return_dict_in_generate": True, "output_scores": True}
+    expected: Any = greedy_reference(pair.model, ids, mask, new=new, **options)
+    assert torch.equal(out.sequences, expected.sequences)
+    torch.testing.assert_close(out.scores, expected.sequences_scores, rtol=1e-6, atol=1e-4)
     return out
 
 
@@ -199,9 +184,5 @@ def test_command_rejects_options_that_would_be_ignored(
 def test_long_prompts_keep_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are processed in the order in which they were given."""
     monkeypatch.setattr("eagle_fsd.model.engine.PREFILL_CHUNK", 4)
-    pair, prompts = aligned_pair(), [prompt(20, 1), prompt(3, 2), prompt(30, 3)]
-    ids, mask = left_padded(*prompts)
-    options: dict[str, Any] = {"max_new_tokens": 8, "num_beams": 2}
-    found = pair.beam_search(ids, mask, **options).sequences[:, -8:]
-    expected = [pair.beam_search(item, **options).sequences[:, -8:] for item in prompts]
-    assert torch.equal(found, torch.cat(expected))
+    ids, mask = left_padded(prompt(20, 1), prompt(3, 2), prompt(30, 3))
+    check(aligned_pair(), ids, mask, 8, num_beams=2)

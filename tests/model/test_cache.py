@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from pairs import (
@@ -16,11 +18,17 @@ from pairs import (
     prompt,
     tiny_target,
 )
-from resident_memory import resident_memory
 
 from eagle_fsd import AcceptanceConfig
 from eagle_fsd.model.cache import TreeCache
 from eagle_fsd.model.target import Target
+
+
+def resident_memory() -> int:
+    """Return the bytes in use, without what has been freed but not returned to the system."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return psutil.Process().memory_info().rss
 
 
 @pytest.mark.parametrize("architecture", ["llama-linear-rope-tied", "qwen2"])

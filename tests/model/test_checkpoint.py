@@ -266,20 +266,6 @@ def test_head_that_fits_the_bundled_target_needs_no_other(tmp_path: Path) -> Non
         assert torch.equal(out.sequences, expected.sequences)
 
 
-def test_head_that_does_not_fit_the_bundled_target_needs_its_own(
-    model: PreTrainedModel, tmp_path: Path
-) -> None:
-    published(tmp_path, model)
-    with pytest.raises(ValueError, match=r"belongs to another target: .*--target") as error:
-        EagleFSD.from_pretrained(drafter=tmp_path)
-    assert not isinstance(error.value, CheckpointError)
-    one_line(error)
-    with pytest.raises(ValueError, match="belongs to another target"):
-        EagleFSD.from_pretrained(drafter=untrained_head(model))
-    with pytest.raises(ValueError, match=r"pass both a target and a drafter .*eagle-fsd train"):
-        EagleFSD.from_pretrained(model)
-
-
 @pytest.fixture
 def folders(model: PreTrainedModel, tmp_path: Path) -> tuple[Path, Path]:
     """Return folders with a target and a head."""

@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,17 +32,12 @@ from torch import Tensor
 from transformers import InfNanRemoveLogitsProcessor
 
 from eagle_fsd import EagleFSD, PrefixCache
-from eagle_fsd.model import compilation
-from eagle_fsd.model.attention import folded_queries
-from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig
-from eagle_fsd.model.default_tree import fit_tree
+from eagle_fsd.model import compilation, engine
+from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.levels import LevelState
 from eagle_fsd.model.drafters.ngram import NGramDrafter
-from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.random_numbers import RandomNumbers
-from eagle_fsd.model.request import Answer, Decision, Request
-from eagle_fsd.model.step import decoding_step
 from eagle_fsd.model.tree import DraftTree
 
 
@@ -103,19 +97,6 @@ def both(pair: EagleFSD, ids: Tensor, mask: Tensor | None = None, **options: Any
     assert results[0] == results[1]
 
 
-def test_one_version_serves_all_lengths_thresholds_and_floors(
-    graphs: list[torch.fx.GraphModule],
-) -> None:
-    """A constant of the first version becomes an input of the second one when it changes."""
-    pair = PAIRS["eagle"]()
-    for length in (3, 150):
-        both(pair, prompt(length), max_new_tokens=6, threshold=0.1, min_ratio=0.3)
-    assert len(graphs) == 3  # drafting, target and verification
-    for threshold, ratio in ((0.05, 0.1), (0.3, 0.05)):
-        both(pair, prompt(20), threshold=threshold, min_ratio=ratio, max_new_tokens=6)
-    assert len(graphs) == 4
-
-
 class _OwnState(LevelState):
     """The state of a user's drafter."""
 
@@ -123,14 +104,21 @@ class _OwnState(LevelState):
         return super().draft(roots, keys, random)
 
 
-def test_methods_that_call_the_base_class_are_compiled(
+def test_one_version_serves_all_lengths_thresholds_and_floors(
     graphs: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A constant of the first version becomes an input of the second one when it changes."""
     pair = PAIRS["eagle"]()
-    own = partial(_OwnState, pair.drafter)
-    monkeypatch.setattr(pair.drafter, "start", own)
-    both(pair, prompt(9), max_new_tokens=6, **EAGER_VERIFICATION)
-    assert len(graphs) == 2  # drafting and target
+    monkeypatch.setattr(pair.drafter, "start", partial(_OwnState, pair.drafter))
+    for length in (3, 150):
+        both(pair, prompt(length), max_new_tokens=6, threshold=0.1, min_ratio=0.3)
+    assert len(graphs) == 3  # drafting, target and verification
+    for threshold, ratio in ((0.05, 0.1), (0.3, 0.05)):
+        both(pair, prompt(20), threshold=threshold, min_ratio=ratio, max_new_tokens=6)
+    assert len(graphs) == 4
+    budget = AcceptanceConfig(threshold=0.2, max_fuzzy_nats=3.0)
+    both(pair, prompt(20), acceptance=budget, temperature=0.8, top_p=0.9, seed=3, max_new_tokens=6)
+    assert len(graphs) == 5
 
 
 def test_a_prompt_of_one_token_is_decoded_eagerly(graphs: list[torch.fx.GraphModule]) -> None:
@@ -142,56 +130,20 @@ def test_a_prompt_of_one_token_is_decoded_eagerly(graphs: list[torch.fx.GraphMod
     assert not graphs
 
 
-def test_no_tree_is_compiled_to_choose_one(
-    graphs: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    pair = EagleFSD(aligned_pair().model, aligned_pair().drafter)
-    pair.compile = True
-    fit_tree(pair)
-    assert not graphs
-    assert pair.compile
-    assert not pair.has_default_tree
-
-
-WHOLE_STEPS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("eagle", {"temperature": 0.8, "top_p": 0.9}, {"threshold": 0.2, "max_fuzzy_nats": 3.0}),
-    ("eagle", {}, {"rule": "budget", "selection": "priced"}),
-    ("eagle3", {"temperature": 0.8, "top_k": 5}, {"rule": "cascade"}),
-    ("draft-model", {"temperature": 0.8}, {}),
-]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "sampling", "acceptance"),
+    ("name", "options"),
     [
-        pytest.param(*case, marks=pytest.mark.slow if number else ())
-        for number, case in enumerate(WHOLE_STEPS)
+        ("eagle", {"acceptance": AcceptanceConfig(rule="budget", selection="priced")}),
+        ("eagle3", {"temperature": 0.8, "top_k": 5, "seed": 3, "rule": "cascade"}),
+        ("draft-model", {"temperature": 0.8, "seed": 3}),
     ],
 )
-@pytest.mark.usefixtures("graphs")
-def test_a_whole_step_is_a_single_graph(
-    name: str, sampling: dict[str, Any], acceptance: dict[str, Any]
+def test_all_parts_of_a_step_are_compiled(
+    name: str, options: dict[str, Any], graphs: list[torch.fx.GraphModule]
 ) -> None:
-    """Nothing in the function that a CUDA graph captures depends on data, or waits for them."""
-    pair = PAIRS[name]()
-    decision = Decision.of(SamplingConfig(**sampling), AcceptanceConfig(**acceptance))
-    draw = decision.sampler.draw_draft if pair.drafter.draws_chains and sampling else None
-    results = []
-    for step in (decoding_step, torch.compile(decoding_step, fullgraph=True, backend="eager")):
-        steps = Engine(pair.target, pair.drafter, pair.tree, draw)
-        prompts = [(prompt(length)[0].tolist(), length) for length in (12, 9)]
-        steps.admit([Answer(Request(ids, 40, decision, key)) for ids, key in prompts])
-        results.append([])
-        with torch.inference_mode():
-            steps.prefill()
-        with torch.inference_mode(), folded_queries(pair.model, steps.state.folds):
-            for _ in range(3):
-                packed = step(steps.state, *steps._visible_slots(), lambda part, *_: part).packed
-                results[-1].append(packed.tolist())
-                for row, (count, *_) in zip(steps.rows, packed.tolist(), strict=True):
-                    row.length += count
-    assert results[0] == results[1]
+    both(PAIRS[name](), prompt(12), max_new_tokens=6, **options)
+    assert len(graphs) >= 3  # drafting, target and verification
 
 
 @pytest.mark.usefixtures("graphs")
@@ -299,13 +251,6 @@ def test_background_compilation(
         decode(48, method)
     assert traced == ["compilation"] * count  # no other thread compiled
     assert compilation._versions[pair.model][1]
-    pair.release_memory()
-    for method in ("fsd", "ar"):  # what was dropped, and another kind of step
-        tracing.clear()
-        for _ in range(3):
-            decode(48, method)
-        assert tracing.wait(60), method
-        wait_for_compilation()
     parts = []  # compiled parts of a step: the target's pass and the verification
     for threshold in (0.0, 0.3):
         options: Any = {"threshold": threshold, "min_ratio": 0.0, "max_new_tokens": 48}
@@ -316,29 +261,25 @@ def test_background_compilation(
         steps = pair.generate(prompt(20), **options).stats.steps
         parts.append(round(len(runs) / steps))
     assert parts == [2, 2]
+    tracing.clear()
+    monkeypatch.setattr(engine, "compile_steps", lambda *_, **__: tracing.set())
+    pair.release_memory()
+    assert pair.model not in compilation._versions
+    for _ in range(3):
+        decode(48)
+    assert tracing.wait(60)  # what was dropped is compiled again
+    wait_for_compilation()
 
 
 def test_one_model_is_compiled_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both threads find that nothing is being compiled yet."""
-    begin, end, compiled = threading.Barrier(2), threading.Event(), []
-    compilers = [compilation.BackgroundCompiler() for _ in range(2)]
-
-    def nothing_is_missing() -> None:
-        begin.wait(60)
-
-    def work() -> None:
-        compiled.append(1)
-        end.wait(60)
-
-    monkeypatch.setattr(compilation, "missing_compiler", nothing_is_missing)
-    threads = [
-        threading.Thread(target=item.count, args=("kind", 1000, 1000.0, work)) for item in compilers
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    end.set()
+    """A model whose turn it is not yet is compiled later."""
+    monkeypatch.setattr(compilation, "missing_compiler", lambda: None)
+    compiler, compiled = compilation.BackgroundCompiler(), []
+    work = partial(compiled.append, 1)
+    with compilation._tracing:  # the passes of another model are being compiled
+        compiler.count("kind", 1000, 1000.0, work)
+    assert not compiled
+    compiler.count("kind", 1, 1.0, work)
     wait_for_compilation()
     assert compiled == [1]
 

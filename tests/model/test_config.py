@@ -4,69 +4,24 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pairs import aligned_pair, batch
 
-from eagle_fsd import AcceptanceConfig, OptionsError, SamplingConfig, TreeConfig
-from eagle_fsd.bundled import BUNDLED_HEAD
+from eagle_fsd import AcceptanceConfig, OptionsError
 from eagle_fsd.evaluation.config import GridConfig
 from eagle_fsd.model.acceptance import RULES, FuzzyRule, LimitedRule, MarginRule, rule_for
-from eagle_fsd.model.config import read_settings, settings_dict
+from eagle_fsd.model.config import DivergenceName, RuleName, read_settings
+from eagle_fsd.model.divergence import DIVERGENCES
 from eagle_fsd.train.config import TrainConfig
-from eagle_fsd.utils.options import describe_field
-
-#: The documented range of every option. Changing one changes every interface.
-RANGES: dict[type, dict[str, str]] = {
-    TreeConfig: {
-        "total_tokens": "an integer in [1, 1024]",
-        "depth": "an integer in [1, 64]",
-        "top_k": "an integer in [1, 256]",
-    },
-    AcceptanceConfig: {
-        "threshold": "a number of at least 0",
-        "divergence": "one of js, js_reference, kl, kl_reversed, tv, top_k_js, top_k_js_reference,"
-        " top_k_kl, top_k_kl_reversed, top_k_tv, top_p_js, top_p_js_reference, top_p_kl,"
-        " top_p_kl_reversed, top_p_tv",
-        "min_ratio": "a number in [0, 1]",
-        "fallback": "one of exact, stop",
-        "selection": "one of longest, priced, target, sample",
-        "divergence_on": "one of raw, warped",
-        "price": "a finite number of at least 0",
-        "max_fuzzy_nats": "a number of at least 0",
-        "exact_first": "an integer in [0, 1048576]",
-        "rule": f"one of {', '.join(('fsd', *RULES))}",
-    },
-    SamplingConfig: {
-        "temperature": "a finite number of at least 0",
-        "top_p": "a number in (0, 1]",
-        "top_k": "an integer of at least 0",
-        "min_p": "a number in [0, 1]",
-    },
-}
 
 
-def test_every_option_has_its_documented_range() -> None:
-    for options, ranges in RANGES.items():
-        assert {*options.model_fields} - {"seed"} == {*ranges}
-        for name, text in ranges.items():
-            assert describe_field(options, name) == text
-            assert options.model_fields[name].description
-            invalid = "none" if text.startswith("one of") else -1
-            with pytest.raises(OptionsError, match=re.escape(f"{name} must be {text}")):
-                options.from_dict({name: invalid})
-
-
-def test_limit_per_answer_needs_whole_paths() -> None:
-    limited = AcceptanceConfig(threshold=0.1, max_fuzzy_nats=3.0)
-    assert limited.updated(selection="priced").max_fuzzy_nats == 3.0
-    for selection in ("target", "sample"):
-        message = f"max_fuzzy_nats needs selection longest or priced; got {selection}"
-        with pytest.raises(OptionsError, match=message):
-            limited.updated(selection=selection)
+def test_names_of_rules_and_divergences_are_complete() -> None:
+    """The options write them out, because their module does not import torch."""
+    assert get_args(RuleName) == ("fsd", *RULES)
+    assert set(get_args(DivergenceName)) == set(DIVERGENCES)
 
 
 def test_a_threshold_and_another_rule_replace_each_other() -> None:
@@ -81,6 +36,8 @@ def test_a_threshold_and_another_rule_replace_each_other() -> None:
     assert fuzzy.updated(rule="margin", threshold=None) == other
     with pytest.raises(OptionsError, match=r"rule 'margin' takes no threshold; got 0\.2"):
         other.updated(rule="margin", threshold=0.2)
+    with pytest.raises(OptionsError, match="max_fuzzy_nats needs selection longest or priced"):
+        fuzzy.updated(selection="sample")
 
 
 def test_named_rules_decode_or_are_rejected() -> None:
@@ -128,16 +85,6 @@ def _write(folder: Path, content: Any) -> Path:
     data = content if isinstance(content, str | bytes) else json.dumps(content)
     path.write_bytes(data if isinstance(data, bytes) else data.encode())
     return path
-
-
-def test_settings_dict_is_the_content_of_the_shipped_file() -> None:
-    """The same keys in the same order."""
-    content = json.loads((BUNDLED_HEAD / "fsd.json").read_text())
-    found = read_settings(BUNDLED_HEAD / "fsd.json")
-    merged = settings_dict(TreeConfig(**found.tree), AcceptanceConfig(**found.acceptance))
-    assert list(content.items())[: len(merged)] == list(merged.items())
-    rest = ["exact", "batch", "target", "drafter", "certificate", "about"]
-    assert list(content)[len(merged) :] == rest
 
 
 def test_invalid_file_raises_one_line_with_its_path(tmp_path: Path) -> None:

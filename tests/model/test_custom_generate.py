@@ -95,21 +95,10 @@ def test_custom_generate_warps_target_and_draft_like_generate(
     assert torch.equal(found, own.sequences)
 
 
-def _call(pair: EagleFSD, ids: Tensor, **inputs: Any) -> Tensor:
-    """Call ``custom_generate`` as Hugging Face would with these model inputs."""
-    config = GenerationConfig(max_length=ids.shape[1] + 4)
-    criteria = StoppingCriteriaList()
-    return pair.custom_generate(pair.model, ids, [], criteria, config, **inputs)
-
-
-def _filled_cache() -> DynamicCache:
-    cache = DynamicCache()
-    cache.update(torch.ones(1, 2, 3, 8), torch.ones(1, 2, 3, 8), 0)
-    return cache
-
-
 def test_model_input_that_would_be_dropped_raises() -> None:
-    quantized = object.__new__(QuantizedCache)
+    pair, ids, config = random_pair(), prompt(5), GenerationConfig(max_length=9)
+    filled, quantized = DynamicCache(), object.__new__(QuantizedCache)
+    filled.update(torch.ones(1, 2, 3, 8), torch.ones(1, 2, 3, 8), 0)
     for name, value, words in (
         ("pixel_values", torch.ones(1, 3, 8, 8), "pixel_values"),
         ("mm_encoder_outputs", {"image": torch.ones(1, 4, 32)}, "pixel_values"),
@@ -120,12 +109,13 @@ def test_model_input_that_would_be_dropped_raises() -> None:
         ("is_causal", False, "is_causal"),
         ("position_ids", torch.arange(3, 8)[None], "position_ids"),
         ("position_ids", torch.arange(6)[None], "position_ids"),
-        ("past_key_values", _filled_cache(), "past_key_values other than an empty"),
+        ("past_key_values", filled, "past_key_values other than an empty"),
         ("past_key_values", quantized, "past_key_values other than an empty"),
         ("synced_gpus", True, "synced_gpus"),
     ):
+        inputs, criteria = {name: value}, StoppingCriteriaList()
         with raises_one_line(f"^custom_generate does not support {words}"):
-            _call(random_pair(), prompt(5), **{name: value})
+            pair.custom_generate(pair.model, ids, [], criteria, config, **inputs)
 
 
 def test_model_inputs_that_change_no_token_are_accepted() -> None:

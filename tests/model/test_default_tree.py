@@ -12,6 +12,7 @@ import torch
 from pairs import aligned_pair, greedy_reference, prompt
 
 from eagle_fsd import DraftModel, EagleFSD, TreeConfig
+from eagle_fsd.model import execution
 from eagle_fsd.model.default_tree import (
     DEPTHS,
     NODES,
@@ -37,12 +38,15 @@ def test_tree_is_chosen_once_unless_one_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(execution, "compiled", None)  # no tree is compiled to choose one
     pair = aligned_pair()
     file = tmp_path / "eagle_fsd" / "trees.json"
 
     def fitted(**options: Any) -> EagleFSD:
-        model = EagleFSD.from_pretrained(pair.model, pair.drafter, **options)
+        model = EagleFSD.from_pretrained(pair.model, pair.drafter, compile=True, **options)
         fit_tree(model)
+        assert model.compile is True
+        model.compile = False
         return model
 
     assert fitted(depth=3).tree.depth == 3

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +77,6 @@ def published(
         }
     write_checkpoint(folder, values, state, file, config, tensors)
     return made
-
-
-def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    """Change a head's ``config.json``."""
-    values = json.loads((folder / "config.json").read_text())
-    edit(values)
-    (folder / "config.json").write_text(json.dumps(values))
 
 
 def same_head(one: Eagle3Head, other: Eagle3Head) -> bool:
@@ -317,7 +309,10 @@ def test_ambiguous_numbering_is_measured_and_reported(
 ) -> None:
     pair = aligned_eagle3_pair(active=active)
     save_eagle3(pair.drafter, tmp_path, layout)
-    edit_config(tmp_path, lambda values: (values.pop("eagle_config", None), values.update(config)))
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text())
+    values.pop("eagle_config", None)
+    file.write_text(json.dumps({**values, **config}))
     with caplog.at_level(logging.WARNING):
         head = load_eagle3(tmp_path, pair.target)
     assert head.reads == (2, 3, 4)
@@ -327,17 +322,13 @@ def test_ambiguous_numbering_is_measured_and_reported(
 
 
 def test_problems_of_tensors_are_named(model: PreTrainedModel, tmp_path: Path) -> None:
-    """Missing and unexpected ones, other shapes, and wrong maps of the vocabulary."""
+    """Missing ones, other shapes, and wrong maps of the vocabulary."""
     first, tokens, count = "layers.0.", draft_tokens(), torch.arange(DRAFT_VOCAB_SIZE)
     for number, (name, tensor, message) in enumerate(
         (
-            ("fc.weight", None, "missing fc.weight"),
             ("d2t", None, "missing d2t"),
             (first + "hidden_norm.weight", None, f"missing {first}hidden_norm.weight"),
-            ("fc.bias", torch.ones(2), "unexpected fc.bias"),
-            ("fc_norm.0.weight", torch.ones(2), "unexpected fc_norm.0.weight"),
             ("fc.weight", torch.ones(32, 64), "fc.weight is [32, 64], not [32, 96]"),  # EAGLE-2's
-            (first + "self_attn.q_proj.weight", torch.ones(32, 32), "[32, 32], not [32, 64]"),
             ("lm_head.weight", torch.ones(96, 32), "lm_head.weight is [96, 32], not [40, 32]"),
             ("d2t", count[1:], "d2t is [39], not [40]"),
             ("t2d", torch.zeros(97, dtype=torch.bool), "t2d is [97], not [96]"),

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny_config
 from pairs import (
     ACCEPT_ALL,
     aligned_pair,
@@ -15,20 +14,18 @@ from pairs import (
     greedy_reference,
     prompt,
     random_pair,
-    randomize,
     tiny_target,
     untrained_head,
 )
 from torch import Tensor
-from transformers import AutoModelForCausalLM, TemperatureLogitsWarper
-from trees import make_tree
+from transformers import TemperatureLogitsWarper
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, Origin
 from eagle_fsd.evaluation.methods import Method
 from eagle_fsd.model.acceptance import FuzzyRule, TopKRule
 from eagle_fsd.model.acceptance.wrappers import DelayedRule, LimitedRule
 from eagle_fsd.model.drafters.draft_model import DraftModel
-from eagle_fsd.model.drafters.ngram import AdaptiveNGramDrafter, NGramDrafter
+from eagle_fsd.model.drafters.ngram import NGramDrafter
 from eagle_fsd.model.request import Prompt
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.verify import AcceptanceRule, Verification, VerificationInputs
@@ -45,13 +42,12 @@ class Scaled(FuzzyRule):
         return super().gate(inputs) & (inputs.tree.depths < self.scale)
 
 
+@dataclasses.dataclass
 class MaxFuzzy(AcceptanceRule):
-    """Accept this many fuzzy tokens of an answer, counted in a state of one column."""
+    """Accept this many fuzzy tokens, counted in a state of one column. It has no hash."""
 
+    limit: int
     state_size = 1
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
 
     def gate(self, inputs: VerificationInputs) -> Tensor:
         assert inputs.state is not None
@@ -93,7 +89,9 @@ def test_rules_are_equal_only_if_all_their_attributes_are() -> None:
     [MaxFuzzy(2), LimitedRule(MaxFuzzy(2), 1e9), DelayedRule(DelayedRule(MaxFuzzy(2), 0), 0)],
 )
 def test_a_restricted_rule_sees_its_own_state(wrapped: AcceptanceRule) -> None:
-    pair, ids = random_pair(), prompt(9)
+    shared, ids = random_pair(), prompt(9)
+    pair = EagleFSD(shared.model, shared.drafter, shared.tree)
+    pair.compile = "auto"  # counts steps by their rule, which need not be hashable
     expected = pair.generate(ids, max_new_tokens=40, rule=MaxFuzzy(2))
     found = pair.generate(ids, max_new_tokens=40, rule=wrapped)
     assert torch.equal(found.sequences, expected.sequences)
@@ -111,8 +109,11 @@ def test_a_drafter_may_serve_several_pairs() -> None:
         expected = alone[at].generate(ids, **options)
         assert torch.equal(pairs[at].generate(ids, **options).sequences, expected.sequences)
     pairs[0].drafter = NGramDrafter()
+    loaded = EagleFSD.from_pretrained(first, second)  # a loaded model is a draft model
+    assert isinstance(loaded.drafter, DraftModel)
     expected = greedy_reference(first, ids, new=16)
-    assert torch.equal(pairs[0].generate(ids, max_new_tokens=16).sequences, expected)
+    for pair in (pairs[0], loaded):
+        assert torch.equal(pair.generate(ids, max_new_tokens=16).sequences, expected)
 
 
 def test_a_draft_vocabulary_follows_the_projection() -> None:
@@ -128,18 +129,6 @@ def test_a_draft_vocabulary_follows_the_projection() -> None:
         model.lm_head.weight.neg_()
     pair.generate(ids, max_new_tokens=4)
     assert torch.equal(head._row_weights, model.lm_head.weight[:40])
-
-
-def test_drafters_in_other_states() -> None:
-    """A loaded model is a draft model, and a table may have been learned before."""
-    model, ids = tiny_target(), prompt(9)
-    expected, table = greedy_reference(model, ids, new=16), AdaptiveNGramDrafter()
-    loaded = EagleFSD.from_pretrained(model, tiny_target(seed=8))
-    assert isinstance(loaded.drafter, DraftModel)
-    for token in range(1, 9):
-        table.learn(expected[0, :token].tolist(), int(expected[0, token]))
-    for pair in (loaded, EagleFSD(model, table)):
-        assert torch.equal(pair.generate(ids, max_new_tokens=16).sequences, expected)
 
 
 class Annealed(TemperatureLogitsWarper):
@@ -187,25 +176,3 @@ def test_the_default_device_does_not_matter() -> None:
             beams = model.beam_search(ids, max_new_tokens=4, num_beams=2).sequences
         assert torch.equal(found, expected)
         assert not beams.is_meta
-
-
-@pytest.mark.parametrize("family", ["minicpm3", "hyperclovax"])
-def test_scales_of_the_projection(family: str) -> None:
-    """Features of tree passes are those of prefills, and are projected to the model's logits."""
-    config = tiny_config(family)
-    if family == "minicpm3":
-        config.dim_model_base = config.hidden_size // 4
-    else:
-        config.logits_scaling = 0.25
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    assert model.config.logits_scaling in (4.0, 0.25)
-    randomize(model, 3)
-    target, ids = Target(model), prompt(9, vocab_size=config.vocab_size)
-    cache = target.new_cache(1, 20)
-    with torch.no_grad():
-        features = target.prefill(ids, 0, cache)
-        keys, lengths = cache.keys(20, ids.device), torch.tensor([8])
-        found = target.forward_tree(make_tree([0], [int(ids[0, -1])]), lengths, keys, cache)
-        torch.testing.assert_close(found.features[0, 0], features[0, -1], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(target.project(features[:, -1]), found.logits[:, 0])
-        torch.testing.assert_close(model(ids).logits[:, -1], found.logits[:, 0])

@@ -107,6 +107,20 @@ def test_unknown_dtype_or_device_raises_one_line(folder: Path) -> None:
         assert_raises(partial(load_target, folder, device_map=device_map), message, ValueError)
 
 
+def test_quantization_that_is_not_available_raises_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eagle_fsd.model.loading.find_spec", lambda name: None)
+    for kind, message in (
+        ("int8", "^quantize=int8 requires torchao; install it"),
+        ("int4", "^quantize=int4 requires torchao; install it"),
+        ("fp8", "^quantize=fp8 requires torchao; install it"),
+        ("nf4", "^quantize=nf4 requires bitsandbytes; install it"),
+        ("int3", "must be one of int8, int4, fp8, nf4; got 'int3'"),
+    ):
+        assert_raises(partial(load_target, folder, quantize=kind), message, ValueError)
+
+
 @without_gpu
 def test_dtype_on_a_cpu_defaults_to_float32(folder: Path) -> None:
     """Models are in float32 also when ``"auto"`` finds no GPU, unless ``dtype`` is given."""
@@ -156,18 +170,11 @@ def state(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def assert_same_state(found: nn.Module, expected: nn.Module) -> None:
-    assert type(found) is type(expected)
-    assert state(found).keys() == state(expected).keys()
-    for key, tensor in state(expected).items():
-        assert torch.equal(state(found)[key], tensor)
-        assert state(found)[key].dtype == tensor.dtype
-
-
 def assert_same_embeddings(part: PreTrainedModel, whole: PreTrainedModel) -> None:
     for name in ("get_input_embeddings", "get_output_embeddings"):
         found, expected = getattr(part, name)(), getattr(whole, name)()
-        assert_same_state(found, expected)
+        assert type(found) is type(expected)
+        torch.testing.assert_close(state(found), state(expected), rtol=0, atol=0)
     ids, features = prompt(5), torch.randn(1, 5, 32)
     assert torch.equal(Target(part).embed(ids), Target(whole).embed(ids))
     assert torch.equal(Target(part).project(features), Target(whole).project(features))

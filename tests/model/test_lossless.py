@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,14 @@ from pairs import (
 )
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, NGramDrafter, Origin, TreeConfig
-from eagle_fsd.model.acceptance import FuzzyRule, MixtureRule, PhaseRule
+from eagle_fsd.model.acceptance import (
+    DelayedRule,
+    FuzzyRule,
+    LimitedRule,
+    MixtureRule,
+    PhaseRule,
+    RegretRule,
+)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -126,25 +134,34 @@ PROMPTS = [prompt(length, seed) for length, seed in ((7, 1), (2, 2), (20, 3), (3
 
 
 @pytest.mark.parametrize(
-    ("make", "threshold"),
+    ("make", "options"),
     [
-        (aligned_pair, 0.0),
-        (aligned_pair, 0.3),
-        (random_pair, ACCEPT_ALL),
-        (lambda: aligned_eagle3_pair(70), 0.3),
-        (lambda: EagleFSD(aligned_pair(cycle=8).model, NGramDrafter(), small_tree()), 0.3),
+        (aligned_pair, {}),
+        (aligned_pair, {"threshold": 0.3}),
+        (random_pair, {"threshold": ACCEPT_ALL}),
+        (lambda: aligned_eagle3_pair(70), {"threshold": 0.3}),
+        (
+            lambda: EagleFSD(aligned_pair(cycle=8).model, NGramDrafter(), small_tree()),
+            {"threshold": 0.3},
+        ),
+        (random_pair, {"rule": LimitedRule(RegretRule(1.0), 6.0)}),
+        (random_pair, {"rule": PhaseRule(LimitedRule(FuzzyRule(ACCEPT_ALL), 6.0), None, 9)}),
+        (random_pair, {"rule": LimitedRule(DelayedRule(FuzzyRule(ACCEPT_ALL), 7), 6.0)}),
     ],
-    ids=["exact", "fuzzy", "all", "eagle3", "ngram"],
+    ids=["exact", "fuzzy", "all", "eagle3", "ngram", "limited", "phase", "delayed"],
 )
-def test_rows_of_a_batch_are_independent(make: Callable[[], EagleFSD], threshold: float) -> None:
-    """A row emits what it emits alone, also after other rows have ended and it has been moved."""
+def test_rows_of_a_batch_are_independent(
+    make: Callable[[], EagleFSD], options: dict[str, Any]
+) -> None:
+    """A row emits what it emits alone, also after other rows have ended and it has been moved.
+
+    The state of its rule follows it.
+    """
     pair = make()
-    singles = [pair.generate(ids, max_new_tokens=14, threshold=threshold) for ids in PROMPTS]
+    singles = [pair.generate(ids, max_new_tokens=14, **options) for ids in PROMPTS]
     ids, mask = left_padded(*PROMPTS)
     eos = [int(answers(singles[row])[0, place]) for row, place in ((0, 3), (1, 8), (3, 11))]
-    together = pair.generate(
-        ids, attention_mask=mask, max_new_tokens=14, threshold=threshold, eos_token_id=eos
-    )
+    together = pair.generate(ids, mask, 14, eos_token_id=eos, **options)
     lengths = (together.origins != Origin.PADDING).sum(1).tolist()
     for row, single in enumerate(singles):
         tokens = answers(single)[0].tolist()

@@ -159,45 +159,43 @@ def test_masked_tokens_are_never_emitted_at_any_threshold() -> None:
         assert torch.equal(out.sequences, expected)
 
 
-class MaskingWarper(LogitsProcessor):
-    """Masks some of the target's tokens."""
-
-    def __init__(self, masked: Tensor) -> None:
-        self.masked = masked  # [V]
-
-    def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
-        return scores.masked_fill(self.masked, -torch.inf)
+def mask_tokens(masked: Tensor, _ids: Tensor | None, scores: Tensor) -> Tensor:
+    """Mask some of the target's tokens, ``[V]``."""
+    return scores.masked_fill(masked, -torch.inf)
 
 
-class Overflow(LogitsProcessor):
+def mask_in_place(masked: Tensor, _ids: Tensor | None, scores: Tensor) -> Tensor:
+    scores[:, masked] = -torch.inf
+    return scores
+
+
+def overflow(_ids: Tensor, scores: Tensor) -> Tensor:
     """Return infinity for the most likely token."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores.masked_fill(scores == scores.amax(-1, keepdim=True), math.inf)
+    return scores.masked_fill(scores == scores.amax(-1, keepdim=True), math.inf)
 
 
 def test_a_processor_may_repair_what_another_one_returned() -> None:
     """The tokens are still the most likely ones; without the repair, no token can be chosen."""
     pair, ids = aligned_pair(), prompt(6, 3)
     decode = partial(pair.generate, ids, max_new_tokens=12)
-    processors = [Overflow(), InfNanRemoveLogitsProcessor()]
+    processors = [overflow, InfNanRemoveLogitsProcessor()]
     expected = greedy_reference(pair.model, ids, new=12)
     assert torch.equal(decode(logits_processor=processors).sequences, expected)
-    with pytest.raises(FloatingPointError, match="Overflow returned NaN or infinite scores"):
+    with pytest.raises(FloatingPointError, match="overflow returned NaN or infinite scores"):
         decode(logits_processor=processors[::-1])
 
 
-def test_warpers_see_the_target_s_vocabulary() -> None:
+def test_warpers_see_the_target_s_vocabulary(model: EagleFSD) -> None:
     """A head that drafts fewer tokens, in another order, is warped as the target is."""
-    pair = EagleFSD.from_pretrained(drafter="bundled-eagle3")
+    pair = EagleFSD.from_pretrained(model.model, "bundled-eagle3")
     assert pair.drafter.vocab_size < pair.target.vocab_size
-    ids = pair.tokenizer("Mia has 8 apples and", return_tensors="pt").input_ids
+    ids = model.tokenizer("Mia has 8 apples and", return_tensors="pt").input_ids
     for changes in ({"selection": "sample"}, {"divergence_on": "warped"}):
         acceptance = AcceptanceConfig(threshold=ACCEPT_ALL, **changes)
         options = {"temperature": 1.0, "seed": 5, "acceptance": acceptance}
         masked = torch.zeros(pair.target.vocab_size, dtype=torch.bool)
         for _ in range(3):
-            warper = MaskingWarper(masked)
+            warper = partial(mask_tokens, masked)
             out = pair.generate(ids, max_new_tokens=40, logits_warper=warper, **options)
             emitted = out.sequences[0, ids.shape[1] :]
             assert not masked[emitted].any()
@@ -205,21 +203,13 @@ def test_warpers_see_the_target_s_vocabulary() -> None:
             masked[emitted.unique()[::2]] = True
 
 
-class InPlaceWarper(MaskingWarper):
-    """Masks tokens in the scores that it gets."""
-
-    def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
-        scores[:, self.masked] = -torch.inf
-        return scores
-
-
 def test_a_warper_may_change_its_scores() -> None:
     """Details and divergences are those of the models' own distributions."""
     pair, masked = aligned_pair(), torch.arange(VOCAB_SIZE) % 3 > 0
-    options = {"temperature": 1.0, "seed": 5, "threshold": 0.2, "details": 3}
+    options = {"max_new_tokens": 20, "temperature": 1.0, "seed": 5, "threshold": 0.2, "details": 3}
     found = [
-        list(pair.stream(prompt(6), max_new_tokens=20, logits_warper=warper(masked), **options))
-        for warper in (MaskingWarper, InPlaceWarper)
+        list(pair.stream(prompt(6), logits_warper=partial(warper, masked), **options))
+        for warper in (mask_tokens, mask_in_place)
     ]
     assert found[0] == found[1]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -65,11 +65,15 @@ def _logits(seed: int, noise: float) -> tuple[Table, Table]:
     return target, draft
 
 
-def _probs(logits: Table, temperature: float, top_k: int) -> Table:
-    """Apply temperature and top-k."""
+def _probs(
+    logits: Table, temperature: float, top_k: int, token_ids: Sequence[int] | None = None
+) -> Table:
+    """Apply temperature and top-k, and keep only ``token_ids``."""
     found = {}
     for context, values in logits.items():
         kept = values >= np.sort(values)[-top_k] if top_k else values > -np.inf
+        if token_ids is not None:
+            kept &= np.isin(np.arange(VOCAB_SIZE), token_ids)
         exponent = np.where(kept, np.exp(values / temperature), 0.0)
         found[context] = exponent / exponent.sum()
     return found
@@ -79,13 +83,24 @@ def _normalized(weights: Array) -> Array:
     return weights / weights.sum() if weights.sum() > 0 else weights
 
 
-def _token_by_token(p: Table, q: Table, chain: tuple[int, ...]) -> list[tuple[float, Array]]:
-    """Leviathan et al., algorithm 1: the probability of keeping ``n`` tokens, and the next's."""
+def _one_by_one(
+    p: Table,
+    q: Table,
+    chain: tuple[int, ...],
+    open_: Collection[tuple[int, ...]] = (),
+    stop: bool = False,
+    raised: Callable[[float], float] = float,
+) -> list[tuple[float, Array]]:
+    """Leviathan et al., algorithm 1: the probability of keeping ``n`` tokens, and the next's.
+
+    FSD keeps tokens at open contexts, and may stop at others. Other rules first raise ``p``.
+    """
     found, reached = [], 1.0
     for step, token in enumerate(chain):
         here, draft = p[chain[:step]], q[chain[:step]]
-        accepted = min(1.0, here[token] / draft[token])
-        rest = _normalized(np.maximum(here - draft, 0.0))
+        accepted = 0.0 if stop else min(1.0, raised(here[token]) / draft[token])
+        rest = here if stop else _normalized(np.maximum(here - draft, 0.0))
+        accepted = 1.0 if chain[:step] in open_ else accepted
         found.append((reached * (1 - accepted), rest))
         reached *= accepted
     return [*found, (reached, p[chain])]
@@ -108,21 +123,6 @@ def _as_block(p: Table, q: Table, chain: tuple[int, ...]) -> list[tuple[float, A
         found.append((not_later * chances[step], rest))
         not_later *= 1 - chances[step]
     return found[::-1]
-
-
-def _fuzzy(
-    p: Table, q: Table, chain: tuple[int, ...], open_: set[tuple[int, ...]], stop: bool
-) -> list[tuple[float, Array]]:
-    """FSD on a chain: keep drafted tokens at open contexts; else stop, or verify the token."""
-    found, reached = [], 1.0
-    for step, token in enumerate(chain):
-        here, draft = p[chain[:step]], q[chain[:step]]
-        accepted = 0.0 if stop else min(1.0, here[token] / draft[token])
-        rest = here if stop else _normalized(np.maximum(here - draft, 0.0))
-        accepted = 1.0 if chain[:step] in open_ else accepted
-        found.append((reached * (1 - accepted), rest))
-        reached *= accepted
-    return [*found, (reached, p[chain])]
 
 
 def _enumerate(q: Table, algorithm: Algorithm) -> Law:
@@ -176,7 +176,7 @@ def _take_steps(
     sampling: SamplingConfig,
     rule: AcceptanceRule,
     block: bool = False,
-    token_ids: Tensor | None = None,
+    token_ids: Sequence[int] | None = None,
     **options: str,
 ) -> Law:
     """Draft and verify ``ROWS`` chains; returns the empirical law.
@@ -188,8 +188,9 @@ def _take_steps(
     uniform = rule.needs_uniform
     sampler = Sampler(sampling, draw_from_draft=selects, draw_uniform=uniform, block=block)
     config = TreeConfig(total_tokens=LENGTH + 1, depth=LENGTH - 1, top_k=1)
-    size = VOCAB_SIZE if token_ids is None else len(token_ids)
-    builder = TreeBuilder(config, size, "cpu", token_ids, sampler.draw_draft)
+    known = None if token_ids is None else torch.tensor(token_ids)
+    size = VOCAB_SIZE if known is None else len(known)
+    builder = TreeBuilder(config, size, "cpu", known, sampler.draw_draft)
 
     def at(table: Table, tokens: Sequence[Tensor]) -> Tensor:
         """``[ROWS, V]`` logits after the tokens of every row."""
@@ -201,7 +202,7 @@ def _take_steps(
 
     def draft_at(tokens: Sequence[Tensor]) -> Tensor:
         logits = at(draft, tokens)
-        return (logits if token_ids is None else logits[:, token_ids]).log_softmax(-1)
+        return (logits if known is None else logits[:, known]).log_softmax(-1)
 
     chain: list[Tensor] = []
     builder.start(draft_at(chain), random.in_step(Purpose.CHAIN, LENGTH))
@@ -233,19 +234,15 @@ def test_both_verifications_have_the_law_of_their_algorithm_and_are_lossless(
 ) -> None:
     """50 000 steps each; the laws of the two algorithms differ by at least twice the bound."""
     target, draft = _logits(seed, noise)
-    p, q = _probs(target, temperature, top_k), _probs(draft, temperature, top_k)
-    known = None if token_ids is None else torch.tensor(token_ids)
-    for probs in q.values() if known is not None else ():
-        probs[1] = 0.0
-        probs /= probs.sum()
+    p, q = _probs(target, temperature, top_k), _probs(draft, temperature, top_k, token_ids)
     sampling = SamplingConfig(temperature=temperature, top_k=top_k)
     laws = {}
-    for block, algorithm in ((False, _token_by_token), (True, _as_block)):
+    for block, algorithm in ((False, _one_by_one), (True, _as_block)):
         law = laws[block] = _enumerate(q, lambda chain, a=algorithm: a(p, q, chain))
         assert _distance(_completed(law, p), _target_law(p)) < 1e-12
-        found = _take_steps(target, draft, sampling, ExactRule(), block, known)
+        found = _take_steps(target, draft, sampling, ExactRule(), block, token_ids)
         assert _distance(found, law) < _bound(law)
-    if known is None:
+    if token_ids is None:
         assert _distance(laws[False], laws[True]) > 2 * _bound(laws[True])
         assert _mean_kept(laws[True]) > _mean_kept(laws[False])
 
@@ -302,13 +299,15 @@ def test_fuzzy_chain_has_the_law_of_the_algorithm(
     threshold = float(np.median(list(values.values())))
     open_ = {context for context in contexts if values[context] < threshold}
     assert 0 < len(open_) < len(contexts)
-    law = _enumerate(q, lambda chain: _fuzzy(p, q, chain, open_, fallback == "stop"))
+    law = _enumerate(q, lambda chain: _one_by_one(p, q, chain, open_, fallback == "stop"))
     rule = FuzzyRule(threshold, divergence)
     options = {"fallback": fallback, "selection": selection}
     found = _take_steps(target, draft, SamplingConfig(temperature=1.0), rule, **options)
     assert _distance(found, law) < _bound(law)
     for other in ({}, open_):  # another rule, and another fallback
-        wrong = _enumerate(q, lambda chain, o=other: _fuzzy(p, q, chain, o, fallback == "exact"))
+        wrong = _enumerate(
+            q, lambda chain, o=other: _one_by_one(p, q, chain, o, fallback == "exact")
+        )
         assert _distance(found, wrong) > 2 * _bound(wrong)
 
 
@@ -321,24 +320,14 @@ def test_raised_probabilities_are_verified_like_the_targets(
 ) -> None:
     """A token sampled from ``q`` is kept with the probability ``min(1, raised / q)``."""
     target, draft = _logits(5, 1.0)
-    p, q = _probs(target, 1.0, 0), _probs(draft, 1.0, 0)
-    known = None if token_ids is None else torch.tensor(token_ids)
-    for probs in q.values() if known is not None else ():
-        probs[1] = 0.0
-        probs /= probs.sum()
+    p, q = _probs(target, 1.0, 0), _probs(draft, 1.0, 0, token_ids)
 
-    def algorithm(chain: tuple[int, ...], raises: bool = True) -> list[tuple[float, Array]]:
-        found, reached = [], 1.0
-        for step, token in enumerate(chain):
-            here, drafted = p[chain[:step]], q[chain[:step]]
-            wanted = float(rule.raised(torch.tensor(here[token]))) if raises else here[token]
-            kept = min(1.0, wanted / drafted[token])
-            found.append((reached * (1 - kept), _normalized(np.maximum(here - drafted, 0.0))))
-            reached *= kept
-        return [*found, (reached, p[chain])]
+    def raised(value: float) -> float:
+        return float(rule.raised(torch.tensor(value)))
 
     sampling = SamplingConfig(temperature=1.0)
-    found = _take_steps(target, draft, sampling, rule, token_ids=known)
-    law, wrong = _enumerate(q, algorithm), _enumerate(q, partial(algorithm, raises=False))
+    found = _take_steps(target, draft, sampling, rule, token_ids=token_ids)
+    law = _enumerate(q, partial(_one_by_one, p, q, raised=raised))
+    wrong = _enumerate(q, partial(_one_by_one, p, q))
     assert _distance(found, law) < _bound(law)
     assert _distance(found, wrong) > 2 * _bound(wrong)

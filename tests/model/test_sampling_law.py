@@ -17,7 +17,6 @@ from sampling_laws import (
     MODES,
     PROMPT,
     Array,
-    Draws,
     assert_target_law,
     bound,
     distance,
@@ -100,10 +99,8 @@ def _first_two(
     seed: int,
     temperature: float = 1.0,
     top_p: float = 1.0,
-    top_k: int = 0,
-    fallback: str = "exact",
-    selection: str = "longest",
     chunk: int = 50_000,
+    **options: str,
 ) -> Iterator[Array]:
     """Yield counts ``[V, V]`` of the first two emitted tokens, for each ``chunk`` of ``rows``.
 
@@ -111,30 +108,21 @@ def _first_two(
     """
     generator = torch.Generator().manual_seed(seed)
     sampler = Sampler(
-        SamplingConfig(temperature=temperature, top_p=top_p, top_k=top_k),
-        draw_from_draft=selection == "sample",
+        SamplingConfig(temperature=temperature, top_p=top_p),
+        draw_from_draft=options.get("selection") == "sample",
     )
     keys = seed_keys(seed, rows).split(chunk)
-    after = torch.tensor(
-        np.stack([warp(logits, temperature, top_p, top_k) for logits in models.p[1:]])
-    )
+    after = torch.tensor(np.stack([warp(logits, temperature, top_p) for logits in models.p[1:]]))
     tree, logits = _rows(models, chunk)
-    options = AcceptanceConfig(fallback=fallback, selection=selection)
+    acceptance = AcceptanceConfig(**options)
     for part in keys:
         random = RandomNumbers(part, torch.zeros(chunk, dtype=torch.long))
-        kept = verify(sampler(tree, logits, random), rule, options)
+        kept = verify(sampler(tree, logits, random), rule, acceptance)
         first, second = kept.tokens[:, 0], kept.tokens[:, 1]
         direct = torch.multinomial(after[first], 1, generator=generator)[:, 0]
         second = torch.where(kept.count > 1, second, direct)
         counts = torch.bincount(first * VOCAB_SIZE + second, minlength=VOCAB_SIZE**2)
         yield counts.reshape(VOCAB_SIZE, VOCAB_SIZE).numpy().astype(float)
-
-
-def _exact_law(models: Models, temperature: float, top_p: float) -> Array:
-    """``[V, V]``: the target's own distribution of two tokens."""
-    first = warp(models.p[0], temperature, top_p)
-    second = [warp(logits, temperature, top_p) for logits in models.p[1:]]
-    return first[:, None] * np.stack(second)
 
 
 def _fsd_law(
@@ -172,9 +160,9 @@ def _fsd_law(
 def test_exact_sampling_has_the_distribution_of_the_target(
     temperature: float, top_p: float
 ) -> None:
-    """The first two tokens of 200,000 rows at ``T = 0`` follow the target's distribution."""
-    models, rows = Models.make(seed=1, noise=0.5), 200_000
-    law = _exact_law(models, temperature, top_p)
+    """The first two tokens of 50,000 rows at ``T = 0`` follow the target's distribution."""
+    models, rows = Models.make(seed=1, noise=0.5), 50_000
+    law = _fsd_law(models, 0.0, temperature, top_p)
     counts = sum(_first_two(models, ExactRule(), rows, 7, temperature, top_p))
     assert distance(counts, law) < bound(law, rows)
 
@@ -183,7 +171,7 @@ def test_exact_sampling_has_the_distribution_of_the_target(
 def test_distance_to_the_target_shrinks_with_the_number_of_rows() -> None:
     """A million rows, also cut into blocks of 1e5 and 1e4."""
     models = Models.make(seed=1, noise=0.5)
-    law = _exact_law(models, *MODES[1])
+    law = _fsd_law(models, 0.0, *MODES[1])
     size = 10_000
     blocks = list(_first_two(models, ExactRule(), 100 * size, 7, *MODES[1], chunk=size))
     at_1e4 = [distance(counts, law) for counts in blocks]
@@ -199,7 +187,7 @@ def test_distance_to_the_target_shrinks_with_the_number_of_rows() -> None:
 def test_relaxed_rule_is_far_from_the_distribution_of_the_target() -> None:
     """A control: the same comparison detects another distribution."""
     models = Models.make(seed=1, noise=1.0)
-    law = _exact_law(models, 1.0, 1.0)
+    law = _fsd_law(models, 0.0, 1.0, 1.0)
     for rule in (FuzzyRule(0.06), FuzzyRule(math.inf), TypicalRule()):
         counts = sum(_first_two(models, rule, 10_000, 9, chunk=10_000))
         assert distance(counts, law) > 5 * bound(law, 10_000)
@@ -241,7 +229,7 @@ def test_sample_selection_has_the_enumerated_distribution(
     assert distance(counts, law) < bound(law, rows)
     assert not counts[law == 0].any()
     if root_open:
-        exact = _exact_law(models, temperature, top_p)
+        exact = _fsd_law(models, 0.0, temperature, top_p)
         assert distance(counts, exact) > 2 * bound(exact, rows)
 
 
@@ -308,12 +296,8 @@ def test_generate_with_sample_selection_has_the_enumerated_distribution(
     """The first step of 6000 prompts; the gate is open at the root and at some nodes below."""
     acceptance = AcceptanceConfig(threshold=1.0, selection="sample")
     options = {"temperature": temperature, "top_p": top_p, "acceptance": acceptance}
-
-    def sample(rows: int, new: int, seed: int, rule: RecordingRule) -> Draws:
-        return generate(pair, rows, new, seed, rule=rule, **options)
-
     rule = RecordingRule()
-    sample(1, 1, 0, rule)
+    generate(pair, 1, 1, 0, rule=rule, **options)
     found = rule.divergences(rule.steps[0])[0]
     above = sorted(value for value in found[found.isfinite()].tolist() if value > found[0])
     assert len(above) >= 2, "pick another seed for the pair: its root must be among the closest"
@@ -321,7 +305,7 @@ def test_generate_with_sample_selection_has_the_enumerated_distribution(
     threshold = (above[middle - 1] + above[middle]) / 2
 
     rows, rule = 6000, RecordingRule(threshold)
-    draws = sample(rows, 3, 2, rule)
+    draws = generate(pair, rows, 2, 2, rule=rule, **options)
     tree = rule.steps[0].tree
     assert (tree.tokens == tree.tokens[:1]).all()
     law = _step_law(rule.steps[0], threshold)

@@ -6,6 +6,7 @@ import functools
 import itertools
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,7 +24,6 @@ from pairs import (
     reference,
 )
 from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
 
 from eagle_fsd import GenerateOutput, Origin
 from eagle_fsd.model.self_check import check_target
@@ -33,36 +33,42 @@ def joined(parts: Iterable[list[int]]) -> list[int]:
     return list(itertools.chain.from_iterable(parts))
 
 
-def test_chunks_add_up_to_the_output_of_generate() -> None:
+@pytest.mark.parametrize("threshold", [0.0, 0.6])
+def test_chunks_and_statistics_agree_with_the_output_of_generate(threshold: float) -> None:
     """The last chunk of a row is marked as finished, and none follows it."""
-    pair, threshold = aligned_pair(), 0.6
-    ids, mask = batch()
+    pair, (ids, mask) = aligned_pair(), batch()
     eos = int(reference(aligned=True)[0, ids.shape[1] + 5])
-    options = {"attention_mask": mask, "max_new_tokens": 20, "threshold": threshold}
-    out = pair.generate(ids, **options, eos_token_id=eos)
-    tokens: list[list[int]] = [[] for _ in range(4)]
-    origins: list[list[int]] = [[] for _ in range(4)]
-    sizes: list[list[int]] = [[] for _ in range(4)]
-    finished: set[int] = set()
-    stream = pair.stream(ids, **options, eos_token_id=eos)
+    options: dict[str, Any] = {"max_new_tokens": 20, "threshold": threshold, "eos_token_id": eos}
+    out = pair.generate(ids, mask, **options)
+    stream, chunks = pair.stream(ids, mask, **options), [[] for _ in ids]
     assert stream.stats.prefilled == 0
     for chunk in stream:
-        assert chunk.row not in finished
+        assert not any(item.finished for item in chunks[chunk.row])
         assert len(chunk.tokens) == len(chunk.origins) >= 1
-        tokens[chunk.row] += chunk.tokens
-        origins[chunk.row] += chunk.origins
-        sizes[chunk.row].append(len(chunk.tokens))
-        if chunk.finished:
-            finished.add(chunk.row)
-    assert finished == set(range(4))
+        assert Origin.TARGET not in chunk.origins[:-1]  # a bonus token ends its step
+        chunks[chunk.row].append(chunk)
+    assert all(row[-1].finished for row in chunks)
     assert list(stream) == []
     assert torch.equal(stream.output().sequences, out.sequences)
-    assert sizes == out.stats.accepted
-    for row in range(4):
-        length = len(tokens[row])
-        assert tokens[row] == answers(out)[row, :length].tolist()
-        assert origins[row] == out.origins[row, :length].tolist()
-        assert (out.origins[row, length:] == Origin.PADDING).all()
+    assert [[len(chunk.tokens) for chunk in row] for row in chunks] == out.stats.accepted
+    for row, parts in enumerate(chunks):
+        tokens = joined(chunk.tokens for chunk in parts)
+        origins = joined(chunk.origins for chunk in parts)
+        assert tokens == answers(out)[row, : len(tokens)].tolist()
+        assert origins == out.origins[row, : len(tokens)].tolist()
+        assert (out.origins[row, len(tokens) :] == Origin.PADDING).all()
+    stats, counts = out.stats.as_dict(), Counter(out.origins.flatten().tolist())
+    kinds = (Origin.EXACT, Origin.FUZZY, Origin.TARGET)
+    assert stats["origins"] == {kind.name.lower(): counts[kind] for kind in kinds}
+    assert stats["tokens"] == sum(stats["origins"].values())
+    assert stats["steps"] == sum(map(len, chunks))
+    assert stats["passes"] == max(map(len, chunks))
+    assert stats["tau"] == pytest.approx(stats["tokens"] / stats["steps"])
+    assert (stats["origins"]["fuzzy"] > 0) == (threshold > 0)
+    assert stats["tokens_per_second"] > 0
+    assert set(stats["seconds"]) >= {"prefill", "draft", "target", "verify", "cache"}
+    assert all(value >= 0 for value in stats["seconds"].values())
+    assert stats["seconds"]["target"] > 0
 
 
 def test_stream_decodes_one_step_per_iteration_and_can_be_closed() -> None:
@@ -130,29 +136,24 @@ def test_threads_on_one_model_give_the_same_output_as_alone() -> None:
             assert out.stats.accepted == expected.stats.accepted
 
 
-class Collector(BaseStreamer):
-    """Record the arguments of every call."""
-
-    def __init__(self) -> None:
-        self.puts: list[list[int]] = []
-        self.ended = 0
+class Collector(list[Any]):
+    """The tokens of every call, then "end"."""
 
     def put(self, value: Tensor) -> None:
-        assert not self.ended
-        self.puts.append(value.flatten().tolist())
+        self.append(value.flatten().tolist())
 
     def end(self) -> None:
-        self.ended += 1
+        self.append("end")
 
 
 def test_streamer_receives_the_prompt_and_then_each_step() -> None:
-    pair, ids, collector = aligned_pair(), prompt(6, 3), Collector()
+    pair, ids, collector, bound = aligned_pair(), prompt(6, 3), Collector(), Collector()
     out = pair.generate(ids, max_new_tokens=15, streamer=collector)
-    bound = Collector()  # Hugging Face does not pass a streamer on
+    # Hugging Face does not pass a streamer on.
     decode = functools.partial(pair.custom_generate, streamer=bound)
     greedy_reference(pair.model, ids, new=15, custom_generate=decode)
-    assert (bound.puts, bound.ended) == (collector.puts, 1)
-    assert collector.ended == 1
-    assert collector.puts[0] == ids[0].tolist()
-    assert joined(collector.puts[1:]) == answers(out)[0].tolist()
-    assert [len(item) for item in collector.puts[1:]] == out.stats.accepted[0]
+    assert bound == collector
+    given, *steps, last = collector
+    assert (given, last) == (ids[0].tolist(), "end")
+    assert joined(steps) == answers(out)[0].tolist()
+    assert [len(item) for item in steps] == out.stats.accepted[0]

@@ -69,10 +69,6 @@ def test_sliding_windows_match_hugging_face(architecture: str, options: dict[str
 
 
 def test_unsupported_targets_are_rejected() -> None:
-    model = tiny_target()
-    model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(ValueError, match="has layers of type linear_attention"):
-        EagleFSD(model, None)
     for attention in ("flash_attention_2", "flex_attention"):
         model = tiny_target()
         model.config._attn_implementation_internal = attention
@@ -120,13 +116,10 @@ def _raise(*_args: object) -> None:
 
 
 def _reject(model: LlamaForCausalLM, reason: str) -> None:
-    """Decoding raises the reason in one line, every time, with a head and without."""
+    """Decoding raises the reason in one line, every time."""
     for _ in range(2):
-        with pytest.raises(
-            ValueError, match=f"LlamaForCausalLM is not supported: .*{reason}"
-        ) as error:
+        with raises_one_line(f"LlamaForCausalLM is not supported: .*{reason}"):
             EagleFSD(model, None).generate(prompt(4), max_new_tokens=2, method="ar")
-        assert str(error.value).isprintable()
 
 
 def _change(model: LlamaForCausalLM, **changes: object) -> LlamaForCausalLM:

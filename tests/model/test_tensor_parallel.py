@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tensor_parallel_worker as worker
 import torch
+from launches import run_two
 from pairs import MODEL_SIZES, aligned_pair, raises_one_line, tiny_target
 from safetensors.torch import load_file, save_file
 
 from eagle_fsd.model.checkpoint import save_head
 from eagle_fsd.model.loading import LoadError, load_target
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 TESTS = Path(__file__).parents[1]
-
-pytestmark = pytest.mark.xdist_group("tensor_parallel")  # one launch serves all tests
 
 
 def save_pair(folder: Path) -> None:
@@ -33,53 +28,31 @@ def save_pair(folder: Path) -> None:
     save_file(weights, folder / "head" / "model.safetensors")
 
 
-@pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two processes decoded."""
-    folder = tmp_path_factory.mktemp("tensor-parallel")
-    save_pair(folder)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (TESTS, TESTS / "model")))
-    command = [sys.executable, *TORCHRUN, worker.__file__, folder]
-    run = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
-
-
 @pytest.mark.slow
-def test_both_processes_decode_what_one_decodes(split: list[dict[str, Any]]) -> None:
-    """Two processes produce the same tokens, origins and number of passes as one, in float32."""
-    single = worker.results(aligned_pair().model)
+def test_both_processes_decode_what_one_decodes(tmp_path: Path) -> None:
+    """Tokens, origins and numbers of passes are those of one process, also of pairs from files.
+
+    The processes share each layer and agree on seeds, although their global generators differ. The
+    fingerprint is that of the whole target, and the head's embedding is the target's.
+    """
+    save_pair(tmp_path)
+    path = os.pathsep.join(map(str, (TESTS, TESTS / "model")))
+    run = run_two(worker.__file__, tmp_path, PYTHONPATH=path)
+    assert run.returncode == 0, run.stderr[-4000:]
+    split = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    single, files = worker.results(aligned_pair().model), worker.from_files(tmp_path)
     sequences = [single[name][0] for name in worker.CALLS if name not in ("plain", "exact")]
     assert len({tuple(item.flatten().tolist()) for item in sequences}) >= 3
+    assert files["own embedding"] is False
     for found in split:
         for name, expected in single.items():
             torch.testing.assert_close(found[name], expected, rtol=0, atol=0, msg=name)
-
-
-@pytest.mark.slow
-def test_pairs_from_files_decode_what_one_process_decodes(
-    split: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    """The fingerprint is that of the whole target, and the head's embedding is the target's."""
-    save_pair(tmp_path)
-    expected = worker.from_files(tmp_path)
-    assert expected["own embedding"] is False
-    for found in split:
-        assert found["files"].pop("fingerprint") == expected["fingerprint"]
+        assert found["files"].pop("fingerprint") == files["fingerprint"]
         for name, result in found["files"].items():
-            torch.testing.assert_close(result, expected[name], rtol=0, atol=0)
-
-
-@pytest.mark.slow
-def test_layers_are_split_and_numbers_agreed(split: list[dict[str, Any]]) -> None:
-    """Processes share each layer and agree on seeds, although their global generators differ."""
+            torch.testing.assert_close(result, files[name], rtol=0, atol=0)
+        assert found["rows"] == MODEL_SIZES["intermediate_size"] // 2
+        assert (found["agreed"], found["one_device"]) == (5, False)
     torch.testing.assert_close(split[0]["unseeded"], split[1]["unseeded"], rtol=0, atol=0)
-    assert [found["rows"] for found in split] == [MODEL_SIZES["intermediate_size"] // 2] * 2
-    assert [found["agreed"] for found in split] == [5, 5]
-    assert [found["one_device"] for found in split] == [False, False]
 
 
 def test_processes_that_were_not_started_raise_one_line(

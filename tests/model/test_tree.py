@@ -51,7 +51,7 @@ class FakeHead:
 def _grow(
     head: FakeHead, batch: int, total_tokens: int, depth: int, top_k: int
 ) -> tuple[DraftTree, list[list[Path]]]:
-    """Drive the builder as a decoding step does; also return each row's expanded paths."""
+    """Drive the builder as a decoding step does, and check the tree; also return expanded paths."""
     config = TreeConfig(total_tokens=total_tokens, depth=depth, top_k=top_k)
     builder = TreeBuilder(config, head.vocab_size, "cpu")
     builder.start(torch.tensor(np.stack([head(row, ()) for row in range(batch)])))
@@ -73,20 +73,17 @@ def _grow(
             np.stack([head(row, path) for path in paths]) for row, paths in enumerate(before)
         ]
         builder.extend(torch.tensor(np.stack(drafted)))
-    root = torch.arange(batch) + 100
-    return builder.finish(root), expanded
+    tree = builder.finish(torch.arange(batch) + 100)
+    _check_valid(tree, expanded, head, config)
+    return tree, expanded
 
 
 def _paths(tree: DraftTree, row: int) -> list[Path]:
     """The tokens from below the root to every node."""
-    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
-    found = []
-    for node in range(tree.size):
-        path: Path = ()
-        while node:
-            path = (tokens[node], *path)
-            node = parents[node]
-        found.append(path)
+    found: list[Path] = [()]
+    nodes = zip(tree.parents[row, 1:].tolist(), tree.tokens[row, 1:].tolist(), strict=True)
+    for parent, token in nodes:
+        found.append((*found[parent], token))
     return found
 
 
@@ -119,22 +116,13 @@ def _brute_force(
     return set(kept), expanded, len(set(pool.values())) < len(pool)
 
 
-def _reachable(parents: list[int]) -> np.ndarray:
-    """``[i, j]``: whether ``j`` is ``i`` or an ancestor of it."""
-    matrix = np.zeros((len(parents), len(parents)), bool)
-    for node in range(len(parents)):
-        above = node
-        matrix[node, above] = True
-        while above:
-            above = parents[above]
-            matrix[node, above] = True
-    return matrix
-
-
-def _check_valid(tree: DraftTree, batch: int, total: int, depth: int, top_k: int, v: int) -> None:
+def _check_valid(
+    tree: DraftTree, order: list[list[Path]], head: FakeHead, config: TreeConfig
+) -> None:
     """Check every invariant that does not depend on the scores."""
-    width = min(top_k, v)
-    size = min(total, 1 + width + depth * width**2)
+    batch, depth, v = len(order), config.depth, head.vocab_size
+    width = min(config.top_k, v)
+    size = min(config.total_tokens, 1 + width + depth * width**2)
     assert tree.size == size
     for name in ("tokens", "parents", "depths", "draft_rows"):
         assert getattr(tree, name).shape == (batch, size), name
@@ -142,7 +130,7 @@ def _check_valid(tree: DraftTree, batch: int, total: int, depth: int, top_k: int
     assert tree.ancestors.shape == (batch, size, size)
     assert tree.draft_log_probs.shape == (batch, 1 + depth * width, v)
     assert tree.max_depth == depth + 1
-    for row in range(batch):
+    for row, expanded in enumerate(order):
         parents, depths = tree.parents[row].tolist(), tree.depths[row].tolist()
         tokens = tree.tokens[row].tolist()
         assert parents[0] == 0
@@ -156,13 +144,20 @@ def _check_valid(tree: DraftTree, batch: int, total: int, depth: int, top_k: int
         assert depths == sorted(depths)
         assert max(depths) <= tree.max_depth
         assert len(set(zip(parents[1:], tokens[1:], strict=True))) == size - 1  # siblings differ
-        assert (tree.ancestors[row].numpy() == _reachable(parents)).all()
+        paths = _paths(tree, row)
+        reached = [[path[: len(above)] == above for above in paths] for path in paths]
+        assert tree.ancestors[row].tolist() == reached
         children = set(parents[1:])
         assert tree.has_children()[row].tolist() == [node in children for node in range(size)]
         # Only expanded nodes have children, and no two nodes share a distribution.
         rows = [found for found in tree.draft_rows[row].tolist() if found >= 0]
         assert len(set(rows)) == len(rows)
         assert all(tree.draft_rows[row, node] >= 0 for node in children)
+        for index, path in zip(tree.draft_rows[row].tolist(), paths, strict=True):
+            if index >= 0:
+                assert expanded[index] == path
+                found = tree.draft_log_probs[row, index].numpy()
+                np.testing.assert_array_equal(found, head(row, path))
 
 
 totals, depths, widths = st.integers(1, 60), st.integers(1, 4), st.integers(1, 6)
@@ -176,19 +171,13 @@ def test_tree_keeps_the_best_candidates(
     """Exactly the best ``total - 1`` candidates of each row, with the right distributions."""
     head = FakeHead(seed, vocab_size)
     tree, order = _grow(head, batch, total, depth, top_k)
-    _check_valid(tree, batch, total, depth, top_k, vocab_size)
     for row in range(batch):
         kept, expanded, tied = _brute_force(head, row, total, depth, top_k)
         assume(not tied or vocab_size == 1)
         paths = _paths(tree, row)
         assert set(paths[1:]) == kept
         assert set(order[row]) == expanded
-        for node, path in enumerate(paths):
-            index = tree.draft_rows[row, node].item()
-            assert (index >= 0) == (path in expanded)
-            if index >= 0:
-                found = tree.draft_log_probs[row, index].numpy()
-                np.testing.assert_array_equal(found, head(row, path))
+        assert (tree.draft_rows[row] >= 0).tolist() == [path in expanded for path in paths]
 
 
 @given(st.sampled_from(DEGENERATE), totals, depths, widths, vocab_sizes, batches, seeds)
@@ -196,13 +185,4 @@ def test_tree_is_valid_with_ties_and_broken_heads(
     kind: str, total: int, depth: int, top_k: int, vocab_size: int, batch: int, seed: int
 ) -> None:
     """All scores equal, probabilities of exactly 1 and 0, and NaN."""
-    head = FakeHead(seed, vocab_size, kind)
-    tree, order = _grow(head, batch, total, depth, top_k)
-    _check_valid(tree, batch, total, depth, top_k, vocab_size)
-    for row in range(batch):
-        for node, path in enumerate(_paths(tree, row)):
-            index = tree.draft_rows[row, node].item()
-            if index >= 0:
-                assert order[row][index] == path
-                found = tree.draft_log_probs[row, index].numpy()
-                np.testing.assert_array_equal(found, head(row, path))
+    _grow(FakeHead(seed, vocab_size, kind), batch, total, depth, top_k)

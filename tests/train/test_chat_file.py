@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import random
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -292,12 +291,8 @@ def test_threads_may_read_their_first_chats_at_once(
 
 def test_memory_is_bounded_by_bytes_per_chat(tmp_path: Path) -> None:
     """Reading over 3.5 MB takes less than 1.5 MB, and under 100 bytes per chat are kept."""
-    generator = random.Random(0)
-    records = []
-    for _ in range(2500):
-        words = " ".join(f"{generator.randrange(1000)} [apples]" for _ in range(120))
-        chat = messages([("Count [apples].", "\\" + words)])
-        records.append(json.dumps({"messages": chat}))
+    chat = messages([("Count [apples].", "\\" + "417 [apples] " * 120)])
+    records = [json.dumps({"messages": chat})] * 2500
     for content in ("[" + ",\n".join(records) + "]", "\n".join(records)):
         path = tmp_path / "chats.jsonl"
         path.write_text(content)

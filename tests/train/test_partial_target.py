@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import tiny_target
 from trainings import (
     Train,
     command,
@@ -38,11 +37,7 @@ NO_TAU = "validation reports losses and no tau, because the target is not entire
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with a file for every tensor."""
-    folder = write_target(tmp_path_factory.mktemp("sharded") / "target")
-    (folder / "model.safetensors").unlink()
-    model = tiny_target(vocab_size=1024, bos_token_id=1, eos_token_id=2)
-    model.save_pretrained(folder, max_shard_size="1KB")
-    return folder
+    return write_target(tmp_path_factory.mktemp("sharded") / "target", max_shard_size="1KB")
 
 
 def test_training_on_features_reads_neither_layers_nor_tokenizer(

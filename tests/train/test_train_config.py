@@ -22,10 +22,6 @@ from eagle_fsd.train.config import DivergenceLoss, TrainConfig, TrainRequest, re
 def test_defaults_are_those_of_eagle() -> None:
     """Defaults follow arXiv 2401.15077 and the authors' script; wider heads learn more slowly."""
     config = TrainConfig()
-    assert (config.beta1, config.beta2) == (0.9, 0.95)
-    assert (config.clip, config.noise, config.warmup) == (0.5, 0.1, 2000)
-    assert (config.feature_weight, config.token_weight) == (1.0, 0.1)
-    assert config.max_length == 2048
     for size, rate in ((4096, 3e-5), (8192, 1.5e-5), (128, 3e-5 * 32)):
         assert config.learning_rate(size) == pytest.approx(rate)
         assert TrainConfig(lr=2e-4).learning_rate(size) == 2e-4
@@ -50,19 +46,9 @@ def test_learning_rate_warms_up_and_decays_linearly(total: int, warmup: int) -> 
 
 
 def test_invalid_values_are_reported_with_what_is_accepted(tmp_path: Path) -> None:
-    for name, value, accepted in (
-        ("epochs", 2.5, "an integer in [1, 10000]"),
-        ("epochs", True, "an integer"),
-        ("max_steps", 0, "an integer of at least 1"),
-        ("lr", float("nan"), "a number in [0, 1]"),
-        ("lr", "fast", "a number in [0, 1]"),
-        ("beta2", 1.0, "a number in [0, "),
-        ("clip", 0.0, "a number above 0"),
-        ("divergence_loss", "hellinger", ", ".join(get_args(DivergenceLoss))),
-        ("bias", 1, "true or false"),
-    ):
-        with pytest.raises(OptionsError, match=f"^{name} must be .*{re.escape(accepted)}.*; got "):
-            TrainConfig.from_dict({name: value})
+    kinds = ", ".join(get_args(DivergenceLoss))
+    with pytest.raises(OptionsError, match=f"^divergence_loss must be .*{kinds}.*; got "):
+        TrainConfig.from_dict({"divergence_loss": "hellinger"})
     for sources in ({}, {"data": tmp_path, "features": tmp_path}):
         with pytest.raises(ValueError, match="either --data or --features"):
             TrainRequest(out=tmp_path, **sources)
@@ -139,16 +125,6 @@ def test_updates_leave_other_options_unset() -> None:
         assert config.model_fields_set == {"lr"}
 
 
-#: Keys of recipe.json.
-RECIPE_KEYS = """
-head_type draft_vocab_size fc_norm norm_output norm_before_residual
-epochs max_steps batch_size tokens_per_batch accumulate max_length lr warmup weight_decay
-beta1 beta2 clip noise feature_weight token_weight divergence_weight divergence_loss unroll
-unroll_decay bias seed
-validation validate_every checkpoint_every log_every workers compile
-"""
-
-
 def test_training_is_not_resumed_with_other_options_or_data(
     train: Train, target: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -203,7 +179,7 @@ def test_existing_folders_are_kept(
     before = read_weights(out)
     content = json.loads((out / "recipe.json").read_text())
     assert list(content) == ["recipe", "data"]
-    assert list(content["recipe"]) == RECIPE_KEYS.split()
+    assert content["recipe"].keys() == TrainConfig.model_fields.keys()
     assert content["data"] == {
         "data": str(data),
         "bytes": data.stat().st_size,

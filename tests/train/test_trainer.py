@@ -233,19 +233,6 @@ def test_checkpoint_saves_a_usable_head(
     assert read_metrics(out, "validation")[-1]["tau"] >= 1
 
 
-def test_interrupted_last_step_completes_the_training(
-    train: Train, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step = Trainer._train_step
-
-    def interrupted(*arguments: Any) -> Any:
-        signal.raise_signal(signal.SIGINT)
-        return step(*arguments)
-
-    replace_call(monkeypatch, Trainer, "_train_step", 12, interrupted)
-    assert same_weights(read_weights(train(**VALIDATED)), read_weights(uninterrupted))
-
-
 # -- failures --------------------------------------------------------------------------------------
 
 
@@ -319,16 +306,14 @@ def test_full_disk_keeps_the_last_checkpoint(train: Train, tmp_path: Path) -> No
     assert checkpoints(train(name, resume=True)) == ["step-12", "step-9"]
 
 
-def test_scaled_losses_are_refused(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Accelerator, "mixed_precision", "fp16")
-    with pytest.raises(OptionsError, match="mixed precision must be bf16 or no; got fp16"):
-        train()
-
-
-def test_processes_that_do_not_see_each_other_are_refused(
+def test_trainings_that_would_fail_are_refused(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each would be the main process of a training in the same folder."""
+    """Processes that do not see each other would all be the main one of the same folder."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Accelerator, "mixed_precision", "fp16")
+        with pytest.raises(OptionsError, match="mixed precision must be bf16 or no; got fp16"):
+            train()
     monkeypatch.setattr("eagle_fsd.train.run.os", SimpleNamespace(environ={"WORLD_SIZE": "2"}))
     with pytest.raises(OptionsError, match="WORLD_SIZE is set"):
         train()
@@ -348,8 +333,17 @@ def test_accumulated_batches_equal_one_large_batch(train: Train, tmp_path: Path)
         torch.testing.assert_close(read_weights(parts)[name], tensor, rtol=1e-3, atol=1e-5)
 
 
-def test_only_the_seed_changes_the_weights(train: Train, uninterrupted: Path) -> None:
-    """Worker processes do not, nor does ``resume`` where there is no training yet."""
+def test_only_the_seed_changes_the_weights(
+    train: Train, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers, ``resume`` without a training, and a signal in the last step do not."""
+    step = Trainer._train_step
+
+    def interrupted(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return step(*arguments)
+
+    replace_call(monkeypatch, Trainer, "_train_step", 12, interrupted)
     out = train(workers=1, resume=True, **VALIDATED)
     assert same_weights(read_weights(out), read_weights(uninterrupted))
     other = train("other", seed=1, max_steps=1)

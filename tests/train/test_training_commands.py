@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from trainings import Train, command, read_losses, train_here, without_option, w
 
 from eagle_fsd.bundled import BUNDLED_HEAD
 from eagle_fsd.train.chat_file import ChatFile
+from eagle_fsd.train.config import RegenerateConfig
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -45,13 +47,14 @@ def test_stored_features_can_be_trained_on(
 
 
 def test_rewritten_chats_can_be_trained_on(
-    succeed: Any, target: Path, data: Path, tmp_path: Path
+    succeed: Any, target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of ``train --regenerate`` are beside its folder, where they can be inspected."""
+    short = partial(RegenerateConfig, max_new_tokens=16)  # train has no option for it
+    monkeypatch.setattr("eagle_fsd.train.regenerate.RegenerateConfig", short)
     rewritten = tmp_path / "chats.jsonl"
     arguments = ("train", "regenerate", "--data", data, "--max-new-tokens", 4, "--out", rewritten)
-    for _ in range(2):  # the second time there is nothing to do
-        assert "10 rewritten chats are in" in succeed(*arguments)[0]
+    assert "10 rewritten chats are in" in succeed(*arguments)[0]
     assert len(ChatFile(rewritten)) == 10
     out, rewritten = tmp_path / "out", tmp_path / "out-regenerated.jsonl"
     succeed(*command(data, out, target, "--regenerate", max_steps=2))

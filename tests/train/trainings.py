@@ -64,9 +64,10 @@ main()
 """
 
 
-def write_target(folder: Path, **changes: Any) -> Path:
+def write_target(folder: Path, max_shard_size: str = "5GB", **changes: Any) -> Path:
     """Save a random target with the bundled tokenizer."""
-    tiny_target(vocab_size=1024, bos_token_id=1, eos_token_id=2, **changes).save_pretrained(folder)
+    model = tiny_target(vocab_size=1024, bos_token_id=1, eos_token_id=2, **changes)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     for file in BUNDLED_TARGET.glob("*token*"):
         shutil.copy(file, folder)
     shutil.copy(BUNDLED_TARGET / "chat_template.jinja", folder)

@@ -28,16 +28,6 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(BUNDLED_TARGET)
 
 
-def test_tokenizer_template_matches_hugging_face(tokenizer: PreTrainedTokenizerBase) -> None:
-    template = load_chat_template(tokenizer)
-    assert (list(template.stop), list(template.stop_token_ids)) == ([], [])
-    for generation in (False, True):
-        expected = tokenizer.apply_chat_template(
-            CHAT, tokenize=False, add_generation_prompt=generation
-        )
-        assert template.render(CHAT, add_generation_prompt=generation) == expected
-
-
 def test_errors_name_the_template() -> None:
     with pytest.raises(ValueError, match="the tokenizer has no chat template; select a FastChat"):
         load_chat_template(tokenizer_without_template())

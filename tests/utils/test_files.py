@@ -19,13 +19,21 @@ from eagle_fsd.utils.files import (
 )
 
 
-def test_atomic_write_creates_and_replaces(tmp_path: Path) -> None:
-    path = tmp_path / "file.txt"
-    atomic_write(path, "é\r\n")
-    assert path.read_bytes() == "é\r\n".encode()
-    atomic_write(str(path), b"\x00\xff")
-    assert path.read_bytes() == b"\x00\xff"
-    assert list(tmp_path.iterdir()) == [path]
+def test_files_are_created_and_replaced(tmp_path: Path) -> None:
+    """Permissions follow the umask, even if a library creates the file with others."""
+    file = tmp_path / "file.txt"
+    for mask, name, content in ((0o022, file, "é\r\n"), (0o077, str(file), b"\x00\xff")):
+        before = os.umask(mask)
+        try:
+            atomic_write(name, content)
+            with atomic_path(tmp_path / "tensors") as temporary:
+                save_file({"x": torch.zeros(1)}, temporary)
+        finally:
+            os.umask(before)
+        expected = content.encode() if isinstance(content, str) else content
+        assert file.read_bytes() == expected
+        assert {path.name for path in tmp_path.iterdir()} == {"file.txt", "tensors"}
+        assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o666 & ~mask}
 
 
 def test_atomic_path_keeps_the_old_file_on_failure(tmp_path: Path) -> None:
@@ -43,20 +51,6 @@ def test_atomic_path_keeps_the_old_file_on_failure(tmp_path: Path) -> None:
         write_and_fail()
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_files_have_the_permissions_of_new_files(tmp_path: Path) -> None:
-    """Permissions follow the umask, even if a library creates the file with others."""
-    for mask in (0o022, 0o077):
-        before = os.umask(mask)
-        try:
-            atomic_write(tmp_path / "text", "x")
-            with atomic_path(tmp_path / "tensors") as temporary:
-                save_file({"x": torch.zeros(1)}, temporary)
-        finally:
-            os.umask(before)
-        for path in tmp_path.iterdir():
-            assert path.stat().st_mode & 0o777 == 0o666 & ~mask
 
 
 def test_lines_are_appended_and_read(tmp_path: Path) -> None:

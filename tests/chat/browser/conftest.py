@@ -6,12 +6,11 @@ they import ``browsing``, but this module must still load.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from api_servers import ServerThread
+from api_servers import TIMEOUT, ServerThread, seconds_until
 from chromium import headless
 
 from eagle_fsd import EagleFSD
@@ -61,15 +60,10 @@ def driver() -> Iterator[Any]:
 @pytest.fixture
 def backend(server: tuple[ControlledBackend, str, str], driver: Any) -> ControlledBackend:
     """The backend in its initial state, without answers in progress."""
-    from .browsing import TIMEOUT
-
     controlled = server[0]
     driver.get("about:blank")
     controlled.reset()
-    deadline = time.monotonic() + TIMEOUT
-    while controlled.active:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    assert seconds_until(lambda: not controlled.active) < TIMEOUT
     controlled.reset()
     return controlled
 

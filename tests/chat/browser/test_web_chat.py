@@ -25,7 +25,11 @@ from .conftest import KEY
 pytestmark = MARKS
 
 
-def test_answers_stream_with_their_stats(page: PageObject) -> None:
+def test_answers_stream_with_their_stats(page: PageObject, tmp_path: Path) -> None:
+    """The focus stays where it is, the console shows no errors, and the answer can be saved."""
+    behavior = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    page.driver.execute_cdp_cmd("Page.setDownloadBehavior", behavior)
+    page.driver.get_log("browser")
     page.open()
     page.backend.pause = 0.03
     page.execute(
@@ -38,7 +42,8 @@ def test_answers_stream_with_their_stats(page: PageObject) -> None:
         }).observe(document.body, {childList: true, subtree: true, characterData: true});
         """
     )
-    page.ask()
+    page.ask(wait=False)
+    page.find("#fsd-threshold input[type=number]").click()
     complete = page.wait_for_answer()
     assert "Mia" not in complete
     assert "####" in complete
@@ -64,6 +69,16 @@ def test_answers_stream_with_their_stats(page: PageObject) -> None:
     # A screen reader reads the answer once it is complete.
     answer = page.find("#fsd-live .fsd-answer").get_attribute("textContent")
     assert page.find("#fsd-announcement").get_attribute("textContent").startswith(answer)
+    assert page.execute("return document.activeElement.type") == "number"
+    errors = [entry for entry in page.driver.get_log("browser") if entry["level"] == "SEVERE"]
+    assert errors == []
+    page.find(".fsd-export").click()
+    file = tmp_path / "eagle-fsd-answer.json"
+    page.wait_until(file.exists)
+    exported = json.loads(file.read_text(encoding="utf-8"))
+    assert exported["answer"] == complete
+    assert "".join(token["text"] for token in exported["tokens"]) == complete
+    assert {token["origin"] for token in exported["tokens"]} == {"exact", "fuzzy", "target"}
 
 
 def test_controls_set_the_request(page: PageObject) -> None:
@@ -174,21 +189,6 @@ def test_stop_is_enabled_only_while_it_works(page: PageObject) -> None:
     page.ask("More")
     page.wait_until(lambda: page.backend.requests[-1][1] == "ar" and page.backend.active == 0)
     page.wait_until(lambda: not stop.is_enabled())
-
-
-def test_answers_are_exported_as_a_file(page: PageObject, tmp_path: Path) -> None:
-    behavior = {"behavior": "allow", "downloadPath": str(tmp_path)}
-    page.driver.execute_cdp_cmd("Page.setDownloadBehavior", behavior)
-    page.open()
-    page.ask()
-    text = page.wait_for_answer()
-    page.find(".fsd-export").click()
-    file = tmp_path / "eagle-fsd-answer.json"
-    page.wait_until(file.exists)
-    answer = json.loads(file.read_text(encoding="utf-8"))
-    assert answer["answer"] == text
-    assert "".join(token["text"] for token in answer["tokens"]) == text
-    assert {token["origin"] for token in answer["tokens"]} == {"exact", "fuzzy", "target"}
 
 
 def test_strip_shows_the_tokens_that_would_flip(page: PageObject) -> None:

@@ -141,18 +141,6 @@ def test_chat_works_by_keyboard(page: PageObject) -> None:
     assert len(page.find_all("#fsd-log .fsd-answer")) == 1
 
 
-def test_streaming_does_not_move_the_focus(page: PageObject) -> None:
-    page.open()
-    page.backend.reply(*[" word"] * 10, pause=0.05)
-    page.ask(wait=False)
-    page.wait_until(lambda: "word" in page.find("#fsd-live .fsd-answer").text)
-    page.find("#fsd-threshold input[type=number]").click()
-    page.wait_for_answer()
-    page.wait_until(lambda: page.backend.requests[-1][1] == "ar" and page.backend.active == 0)
-    time.sleep(BASELINE_DELAY)
-    assert page.execute("return document.activeElement.type") == "number"
-
-
 def test_examples_fill_the_message_box(page: PageObject) -> None:
     page.backend.reply("43")
     page.open(NARROW)

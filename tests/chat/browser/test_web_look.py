@@ -1,4 +1,4 @@
-"""Appearance: colors, layout, escaping, and no requests to other hosts."""
+"""Appearance: colors, layout, and escaping."""
 
 from __future__ import annotations
 
@@ -282,13 +282,6 @@ def test_requested_content_scrolls_into_view(page: PageObject) -> None:
     page.backend.pause = 0.0
     page.wait_for_answer()
     assert below() > 100
-    # A comparison scrolls into view, also an identical one.
-    page.backend.pause = 0.0
-    for _ in range(2):
-        page.execute(chat + "chat.scrollTop = 0;")
-        page.execute("document.querySelector('#fsd-compare-button').click()")
-        page.wait_for_verdict("identical")
-        page.wait_until(lambda: below() < 2)
 
 
 def test_narrow_page_fits_its_width(page: PageObject) -> None:
@@ -322,28 +315,12 @@ def test_narrow_page_fits_its_width(page: PageObject) -> None:
     assert right["y"] >= left["y"] + left["height"]
 
 
-def test_page_requests_no_other_host(page: PageObject) -> None:
-    page.driver.get_log("browser")
-    page.open()
-    page.ask()
-    requested = page.execute(
-        "return performance.getEntriesByType('resource').map(entry => entry.name)"
-    )
-    assert len(requested) > 3
-    assert [url for url in requested if not url.startswith(page.address)] == []
-    linked = page.execute(
-        "return [...document.querySelectorAll('[src], link[href]')]"
-        ".map(element => element.src ?? element.href)"
-    )
-    allowed = (page.address, "data:", "about:")
-    assert [url for url in linked if not url.startswith(allowed)] == []
-    errors = [entry for entry in page.driver.get_log("browser") if entry["level"] == "SEVERE"]
-    assert errors == []
-
-
-def test_screenshots_for_the_documentation(page: PageObject, tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    "EAGLE_FSD_SCREENSHOTS" not in os.environ, reason="EAGLE_FSD_SCREENSHOTS names no folder"
+)
+def test_screenshots_for_the_documentation(page: PageObject) -> None:
     """Take docs/web-*.png with EAGLE_FSD_SCREENSHOTS=docs on an idle machine."""
-    folder = Path(os.environ.get("EAGLE_FSD_SCREENSHOTS", tmp_path))
+    folder = Path(os.environ["EAGLE_FSD_SCREENSHOTS"])
     acceptance = EagleFSD.from_pretrained().acceptance
     speedups = {}
     for name, size, dark, question in (
@@ -374,7 +351,6 @@ def test_screenshots_for_the_documentation(page: PageObject, tmp_path: Path) -> 
         path = folder / f"web-{name}.png"
         assert page.driver.save_screenshot(str(path))
         assert path.stat().st_size < 400_000
-    if folder != tmp_path:  # two pictures of each answer
-        for one, other in (("wide", "dark"), ("narrow", "compare")):
-            ratio = speedups[one] / speedups[other]
-            assert 0.85 < ratio < 1.18, f"the machine is not idle: {speedups}"
+    for one, other in (("wide", "dark"), ("narrow", "compare")):  # two pictures of each answer
+        ratio = speedups[one] / speedups[other]
+        assert 0.85 < ratio < 1.18, f"the machine is not idle: {speedups}"

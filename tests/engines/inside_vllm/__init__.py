@@ -1,10 +1,7 @@
 """Tests that run in an interpreter with vLLM; the environment that they need, before its import."""
 
 import os
-import sys
-from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from engines_worker import ENVIRONMENT
 
 os.environ |= ENVIRONMENT

@@ -204,7 +204,6 @@ def test_fuzzy_decoding_is_faster_than_exact(decode: Any) -> None:
     [
         drafting(None, {"threshold": 0.1}, "nothing is drafted"),
         drafting("ngram", {"threshold": 0.1}, "needs an EAGLE head or a draft model"),
-        drafting("ngram", {"rule": "mixture"}, "not available in engines"),
         drafting("eagle3", str(BUNDLED_HEAD), "other weights"),
     ],
 )
