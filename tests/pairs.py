@@ -287,7 +287,6 @@ def plain_logits(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
 def forget_compiled() -> None:
     """Drop all compiled functions."""
     compilation._versions.clear()
-    compilation._compile_once.cache_clear()
     torch._dynamo.reset()
 
 

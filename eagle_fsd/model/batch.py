@@ -155,19 +155,20 @@ class Batch:
     Attributes:
         max_rows: As above.
         passes: Number of steps so far.
+        seconds: Seconds by phase so far, see :data:`~eagle_fsd.model.stats.PHASES`.
     """
 
     def __init__(
         self, options: EngineOptions, max_rows: int, max_length: int | None = None
     ) -> None:
         self.max_rows, self.passes = max_rows, 0
+        self.seconds: dict[str, float] = {}
         self._requested_rows = max_rows
         self._options, self._max_length = options, max_length
         self._failed = False  # an exception has interrupted a step
         self._engines: dict[Hashable, Engine] = {}
         self._waiting: deque[Answer] = deque()
         self._places: dict[Answer, Engine] = {}
-        self._spent: dict[str, float] = {}  # seconds of engines that were dropped
 
     def __len__(self) -> int:
         """Return the number of answers that have not finished."""
@@ -177,14 +178,6 @@ class Batch:
     def rows(self) -> int:
         """Number of answers that have a row."""
         return len(self._places)
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Seconds by phase, see :data:`~eagle_fsd.model.stats.PHASES`."""
-        total = dict(self._spent)
-        for engine in self._engines.values():
-            _add_seconds(total, engine)
-        return total
 
     @property
     def nbytes(self) -> int:
@@ -226,6 +219,7 @@ class Batch:
             with using_device(self._options.target.device):
                 self._admit(found)
                 for engine in list(self._engines.values()):
+                    before = engine.clock.seconds.copy()
                     engine.prefill()  # one chunk, so that other rows need not wait for long prompts
                     self._remove(engine, [row for row in engine.rows if row not in self._places])
                     if engine.rows:
@@ -233,7 +227,8 @@ class Batch:
                         found += self._emit(engine, engine.rows, engine.step())
                     engine.clock.enter(None)  # time spent by the caller is not counted
                     engine.clock.collect()
-                    self._retire(engine)
+                    self._count_seconds(engine, before)
+                    self._remove(engine, [answer for answer in engine.rows if answer.finished])
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -253,7 +248,8 @@ class Batch:
             answer.finished = True
         self._waiting.clear()
         self._places.clear()
-        engines = self._drop_engines(list(self._engines))
+        engines = list(self._engines.values())
+        self._engines.clear()
         if not self._failed:
             for engine in engines:
                 self._options.pool.put(engine)
@@ -287,14 +283,12 @@ class Batch:
             found.append((answer, chunk))
         return found
 
-    def _retire(self, engine: Engine) -> None:
-        """Update the statistics of an engine's answers, and remove those that have ended."""
-        now = engine.clock.seconds
-        for answer in engine.rows:
-            answer.stats.prefilled = answer.prefilled
-            began = answer.began
-            answer.stats.seconds = {phase: now[phase] - began.get(phase, 0.0) for phase in now}
-        self._remove(engine, [answer for answer in engine.rows if answer.finished])
+    def _count_seconds(self, engine: Engine, before: Mapping[str, float]) -> None:
+        """Add the seconds since ``before`` to the batch's and to those of an engine's answers."""
+        answers = [item.stats.seconds for item, place in self._places.items() if place is engine]
+        for phase, now in engine.clock.seconds.items():
+            for total in (self.seconds, *answers):
+                total[phase] = total.get(phase, 0.0) + now - before.get(phase, 0.0)
 
     def _admit(self, found: list[tuple[Answer, StreamChunk]]) -> None:
         """Add waiting requests while there is room; ``found`` gets those that will never fit."""
@@ -319,8 +313,6 @@ class Batch:
                 continue
             self._waiting.popleft()
             self._places[answer] = engine
-            now, spent = engine.clock.seconds, answer.stats.seconds  # spent if it was resumed
-            answer.began = {name: now.get(name, 0.0) - spent.get(name, 0.0) for name in now | spent}
             new.setdefault(engine, []).append(answer)
         for engine, rows in new.items():
             engine.admit(by_length(rows))
@@ -348,7 +340,9 @@ class Batch:
                 return True
         busy = {engine, *self._places.values()}
         idle = [key for key, other in self._engines.items() if other not in busy]
-        return bool(self._drop_engines(idle)) and self._make_room(engine, new, request)
+        for key in idle:
+            del self._engines[key]
+        return bool(idle) and self._make_room(engine, new, request)
 
     def _fits(self, engine: Engine, rows: int, length: int) -> bool:
         """Return whether rows fit in memory; drop pooled engines if they do not otherwise."""
@@ -357,15 +351,13 @@ class Batch:
         return self._options.pool.clear() and rows <= engine.fitting_rows(length)
 
     def _engine(self, request: Request) -> Engine:
-        engine, busy = self._engines.get(request.engine_key), set(self._places.values())
+        engine, busy = self._engines.pop(request.engine_key, None), set(self._places.values())
         if engine is not None and engine not in busy and self._is_oversized(engine, request):
-            self._drop_engines([request.engine_key])
-        engine = self._engines.pop(request.engine_key, None)
+            engine = None
         if engine is None:
             idle = [key for key, other in self._engines.items() if other not in busy]
-            unused = idle[: len(idle) + 1 - MAX_IDLE_ENGINES]  # the least recently used
-            for dropped in self._drop_engines(unused):
-                self._options.pool.put(dropped)
+            for key in idle[: len(idle) + 1 - MAX_IDLE_ENGINES]:  # the least recently used
+                self._options.pool.put(self._engines.pop(key))
             engine = self._options.engine_for(request)
             if self._max_length is not None:
                 fitting = engine.fitting_rows(self._max_length)
@@ -400,11 +392,9 @@ class Batch:
         if max_rows < self.max_rows:
             log.warning("memory ran out: reduced the batch size to %d", max_rows)
         self.max_rows = max_rows
-        for answer, engine in self._places.items():
-            answer.rule_state = engine.rule_state(answer)
         self._waiting.extendleft(reversed(self._places))
         self._places.clear()
-        self._drop_engines(list(self._engines))
+        self._engines.clear()
 
     def _fail(self, cause: RuntimeError) -> tuple[Answer, StreamChunk]:
         """End the answer whose memory ran out although it was the only one; retry the others."""
@@ -418,25 +408,12 @@ class Batch:
 
     def _free(self) -> None:
         """Drop all engines, and the tokens of a prefix cache, which can be processed again."""
-        self._drop_engines(list(self._engines))
+        self._engines.clear()
         if self._options.caches is not None:
             self._options.caches.release()
-
-    def _drop_engines(self, keys: Sequence[Hashable]) -> list[Engine]:
-        """Remove and return engines, whose seconds still count."""
-        engines = [self._engines.pop(key) for key in keys]
-        for engine in engines:
-            _add_seconds(self._spent, engine)
-        return engines
 
 
 def _ended(answer: Answer, error: Exception) -> tuple[Answer, StreamChunk]:
     """End an answer with an error."""
     answer.error, answer.finished = error, True
     return answer, StreamChunk(answer.request.row, [], [], True)
-
-
-def _add_seconds(total: dict[str, float], engine: Engine) -> None:
-    """Add an engine's seconds by phase."""
-    for phase, spent in engine.clock.seconds.items():
-        total[phase] = total.get(phase, 0.0) + spent

@@ -280,7 +280,7 @@ def beam_search(
     while engine.joining:
         engine.prefill()
     stats = DecodeStats.empty(len(requests))
-    stats.seconds, stats.prefilled = engine.clock.seconds, sum(row.prefilled for row in rows)
+    stats.seconds, stats.prefilled = engine.clock.seconds, sum(row.stats.prefilled for row in rows)
     live = searches
     while live:
         # A step takes at most `width` continuations of a beam, and skips those that end.

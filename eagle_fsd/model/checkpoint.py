@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from eagle_fsd.model.drafters.eagle import EagleHead
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.hub import find_file
+from eagle_fsd.model.loading import DAMAGED
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.weights import (
     INDEX,
@@ -55,15 +55,6 @@ DRAFT_VOCAB_SIZE = "draft_vocab_size"
 EAGLE_SCALING = ("linear", "dynamic")
 #: Buffers in older checkpoints that are computed from the configuration.
 _COMPUTED = ("rotary_emb.inv_freq",)
-#: Exceptions that configurations and modules raise for a field with a wrong type or value.
-_INVALID_CONFIG = (
-    ValueError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    RuntimeError,
-    StrictDataclassError,
-)
 
 Head = TypeVar("Head", bound=DraftHead)
 
@@ -236,7 +227,7 @@ def building_head(path: str | Path) -> Iterator[None]:
     """Raise :class:`CheckpointError` for a configuration from which no head can be built."""
     try:
         yield
-    except _INVALID_CONFIG as error:
+    except (*DAMAGED, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(
             f"{path}: cannot build a head from its {CONFIG_FILE}: {one_line(error)}"
         ) from error

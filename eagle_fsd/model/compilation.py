@@ -62,18 +62,14 @@ BACKGROUND_TOKENS = 500
 
 
 def compiled(
-    function: Callable[..., Result], module: nn.Module | None = None, trace: bool = True
+    function: Callable[..., Result], module: nn.Module, trace: bool = True
 ) -> Callable[..., Result]:
     """Return the compiled version of a function, a single graph that is made when it is called.
 
     The shapes of its arguments are constants unless they are marked as dynamic. Where compilation
-    fails, a warning is logged and the function runs as it is. The version of a function that runs a
-    module is for this module only, see :func:`renew_compiled`. Without ``trace``, only what exists
-    is used.
+    fails, a warning is logged and the function runs as it is. The version is for the module that
+    the function runs only, see :func:`renew_compiled`. Without ``trace``, only what exists is used.
     """
-    if module is None:
-        shared: _Compiled[Result] = _compile_once(function)
-        return shared if trace else shared.run_existing
     versions = _versions.setdefault(module, (None, {}))[1]
     if function not in versions:
         if not trace:
@@ -104,9 +100,7 @@ def forget_compiled(*modules: nn.Module) -> None:
 class _Compiled(Generic[Result]):
     """A function and its version compiled with given options of ``torch.compile``."""
 
-    def __init__(
-        self, function: Callable[..., Result], options: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, function: Callable[..., Result], options: dict[str, Any]) -> None:
         config: Any = torch._dynamo.config
         # The name of torch 2.6; later versions call it recompile_limit and accept both.
         config.cache_size_limit = max(config.cache_size_limit, RECOMPILE_LIMIT)
@@ -118,7 +112,7 @@ class _Compiled(Generic[Result]):
     def __call__(self, *arguments: Any) -> Result:
         """Call the version for these arguments; compile it if there is none."""
         if not self._begun and self._compiled is not self._function:
-            log.info("compiling %s, which can take a minute", self._function.__name__.strip("_"))
+            log.info("compiling %s, which can take a minute", self._function.__name__)
             self._begun = True
         try:
             return self._compiled(*arguments)
@@ -136,19 +130,13 @@ class _Compiled(Generic[Result]):
 
 
 @cache
-def _compile_once(function: Callable[..., Any]) -> _Compiled[Any]:
-    """Compile a function that runs no module."""
-    return _Compiled(function)
-
-
-@cache
 def _warn_once(message: str) -> None:
     """Log a warning, unless this process has logged it before."""
     log.warning("%s", message)
 
 
 def compile_graph(
-    function: Callable[..., Result], options: dict[str, Any] | None
+    function: Callable[..., Result], options: dict[str, Any]
 ) -> Callable[..., Result]:
     """Call ``torch.compile``; without a compiler, log a warning and return the function itself."""
     missing = missing_compiler()

@@ -74,19 +74,11 @@ SPECULATORS_TYPE = "speculators_model_type"
 #: Version of speculators whose format is written.
 SPECULATORS_VERSION = "0.7.0"
 #: Fields of the EAGLE layout that do not describe the decoder layers.
-_OWN_FIELDS = (
-    "architectures",
-    "bias",
-    "draft_vocab_size",
-    "eagle_config",
-    LAYER_IDS,
-    "fc_norm",
-    "norm_before_fc",
-    "norm_before_residual",
-    "norm_output",
-    "target_hidden_size",
-    "use_aux_norm",
-)
+_OWN_FIELDS = {
+    *Eagle3Flags.__dataclass_fields__,
+    *("architectures", "draft_vocab_size", "eagle_config", LAYER_IDS),
+    *("target_hidden_size", "use_aux_norm"),
+}
 
 
 def is_eagle3(values: Mapping[str, Any], names: set[str]) -> bool:
@@ -342,6 +334,11 @@ def _choose_reads(
             candidates[0],
         )
         return
-    choice = detect_layers(head, target, sample_texts(target), candidates)
-    head.reads = choice.reads
-    log.warning("%s is ambiguous about the hidden states that the head reads: %s", path, choice)
+    head.reads, agreement = detect_layers(head, target, sample_texts(target), candidates)
+    log.warning(
+        "%s is ambiguous about the hidden states that the head reads: it agrees with the target at"
+        " %s of the positions of texts; using the inputs of layers %s",
+        path,
+        ", ".join(f"{share:.1%} with {reads}" for reads, share in agreement.items()),
+        head.reads,
+    )

@@ -56,16 +56,12 @@ def by_length(rows: Sequence[Answer]) -> list[Answer]:
 
 
 class _RowTensors(NamedTuple):
-    """The tensors of all rows that there is room for.
-
-    ``read_state`` is the state of the rules after the last step whose tokens have been read.
-    """
+    """The tensors of all rows that there is room for, named as in :class:`StepState`."""
 
     roots: Tensor
     lengths: Tensor
     rule_state: Tensor
     keys: Tensor
-    read_state: Tensor
 
     @classmethod
     def new(cls, device: torch.device, rows: int, width: int) -> _RowTensors:
@@ -73,8 +69,8 @@ class _RowTensors(NamedTuple):
         roots, lengths, keys = (
             torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3)
         )
-        states = [torch.zeros(rows, width, dtype=torch.float32, device=device) for _ in range(2)]
-        return cls(roots, lengths, rule_state=states[0], keys=keys, read_state=states[1])
+        state = torch.zeros(rows, width, dtype=torch.float32, device=device)
+        return cls(roots, lengths, rule_state=state, keys=keys)
 
 
 class Engine:
@@ -229,11 +225,10 @@ class Engine:
         self._tensors.lengths[own] = upload([row.length for row in rows], device)
         self._tensors.keys[own] = upload([row.key for row in rows], device)
         for place, row in enumerate(rows, first):
-            state = row.rule_state
+            rule, state = row.request.decision.rule, row.rule_state
             if state is None:
-                state = row.request.decision.rule.start([upload(row.prompt, device)])[0]
-            for tensor in (self._tensors.rule_state, self._tensors.read_state):
-                tensor[place, : len(state)] = state
+                state = rule.start([upload(row.prompt, device)])[0]
+            self._tensors.rule_state[place, : rule.state_size] = state[: rule.state_size]
 
     def _renew(self) -> None:
         """Forget what was computed or captured with the modules if they have changed since."""
@@ -257,7 +252,7 @@ class Engine:
         longest = max(row.length for row in group.rows)
         stop = min(group.start + PREFILL_CHUNK, longest)
         for place, row in enumerate(group.rows, group.first):
-            row.prefilled += max(0, min(stop, row.length) - group.start)
+            row.stats.prefilled += max(0, min(stop, row.length) - group.start)
             self.caches.rows[place].truncate(group.start)  # what follows is overwritten
             self._mark_written(place, stop)
         if group.start < stop:
@@ -314,13 +309,6 @@ class Engine:
             row.truncate(0)
         self.execution.clock = PhaseClock(self.target.device)
 
-    def rule_state(self, row: Answer) -> Tensor | None:
-        """Return the state of a row's rule after the last step whose tokens have been read."""
-        if row not in self.rows:
-            return row.rule_state
-        size = row.request.decision.rule.state_size
-        return self._tensors.read_state[self.rows.index(row), :size].clone()
-
     def _mark_written(self, place: int, length: int) -> None:
         """Note that passes may write to a row's slots while it has at most ``length`` tokens."""
         cached = self.caches.rows[place]
@@ -369,7 +357,6 @@ class Engine:
         self._choose_tree(len(rows))
         self.draft.show(len(rows))
         groups, order = self._group(rows)
-        tensors = self._tensors
         self.state = StepState(
             target=self.target,
             drafter=self.drafter,
@@ -377,11 +364,8 @@ class Engine:
             cache=self.cache,
             groups=groups,
             order=order,
-            roots=tensors.roots[: len(rows)],
-            lengths=tensors.lengths[: len(rows)],
-            rule_state=tensors.rule_state[: len(rows)],
-            keys=tensors.keys[: len(rows)],
             folds=query_groups(self.target.model),  # the check of its first use decides
+            **{name: item[: len(rows)] for name, item in self._tensors._asdict().items()},
         )
         self.execution.plan(self.state)
 
@@ -425,7 +409,8 @@ class Engine:
         if execution.overlaps and any(row.request.max_length - row.length > 2 for row in self.rows):
             self._ahead = execution.launch(self.state, self.tree, *self._visible_slots(unread=1))
         result = self._read(launched)
-        self._tensors.read_state[: len(self.rows)] = rule_state
+        for row, state in zip(self.rows, rule_state, strict=True):
+            row.rule_state = state
         background = execution.background
         if background is not None and len(self.rows) == 1:
             self._count(background, len(result.tokens[0]), time.perf_counter() - begin)
@@ -452,8 +437,6 @@ class Engine:
                 cached.entries = row.length
             row.length, row.root = row.length + len(new), new[-1]
             self._mark_written(place, row.length)
-            if row.prefix is not None:
-                row.prefix.append(new)
         self.draft.observe(result.tokens)
         return result
 

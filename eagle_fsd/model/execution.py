@@ -32,7 +32,7 @@ class ExecutionOptions:
     """How steps may run."""
 
     #: Number of rows with which steps are compiled, because every other number would take a
-    #: compilation of its own; 0 for none. On CUDA, other steps compile the divergence.
+    #: compilation of its own; 0 for none.
     compiled_rows: int = 0
     #: Compiles steps with one row when that pays, instead of ``compiled_rows``.
     background: BackgroundCompiler | None = None
@@ -69,9 +69,6 @@ class Execution:
         device = self.target.device
         # Caches cannot be allocated in compiled passes.
         self.compiles = len(state.roots) == self.compiled_rows and state.cache.nbytes > 0
-        # In a step that is compiled as a whole, background compilation must trace what will run.
-        whole = self.compiles and state.verifies_on_device
-        state.compile_divergences = self.compiled_rows > 0 and self.background is None and not whole
         fixed = not state.draft.waits and not any(
             decision.sampler.needs_prefix for decision in decisions
         )
@@ -112,7 +109,7 @@ class Execution:
         self, part: Callable[..., Any], module: nn.Module | None, static: bool
     ) -> Callable[..., Any]:
         """Return a part of a step as it is, or compiled; see :data:`~.step.Prepare`."""
-        if not (self.compiles and static):
+        if not (self.compiles and static) or module is None:
             return part
         version = compiled(part, module, trace=self.background is None)
 

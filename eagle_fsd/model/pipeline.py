@@ -48,13 +48,7 @@ from eagle_fsd.model.identity import warn_of_other_models
 from eagle_fsd.model.loading import TOKENIZER_OPTIONS, load_target, load_tokenizer
 from eagle_fsd.model.packed_weights import forget_packed
 from eagle_fsd.model.prefix_cache import PrefixCache
-from eagle_fsd.model.request import (
-    DecodeOptions,
-    Prompt,
-    PromptDecodeOptions,
-    Request,
-    read_options,
-)
+from eagle_fsd.model.request import DecodeOptions, Prompt, Request, read_options
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.wrappers import unwrap_model
 
@@ -442,7 +436,7 @@ class EagleFSD:
                     prompt = Prompt(prompt)
                 given: Any = {"max_new_tokens": max_new_tokens, **options, **prompt.options}
                 row = index if seeds & options.keys() and not seeds & prompt.options.keys() else 0
-                yield self._request(prompt.ids, row=row, **given)
+                yield self.request(prompt.ids, row=row, **given)
 
         return decode_many(self.batch(max_batch, compiled_rows=max_batch), requests())
 
@@ -450,14 +444,23 @@ class EagleFSD:
         self,
         ids: Tensor | Sequence[int],
         max_new_tokens: int = 256,
+        *,
+        row: int = 0,
         **options: Unpack[DecodeOptions],
     ) -> Request:
         """Validate the token ids ``[S]`` of a prompt for a :class:`Batch`.
 
         See :meth:`generate` for the options, which are the same but for ``prefix_cache`` and
-        ``pad_token_id``.
+        ``pad_token_id``. With a seed, the prompt is sampled as row ``row`` of a call.
         """
-        return self._request(ids, max_new_tokens=max_new_tokens, **options)
+        if options.get("prefix_cache") is not None:
+            raise ValueError("a batch keeps its own caches; leave prefix_cache out")
+        if options.get("pad_token_id") is not None:
+            raise ValueError("a batch fills no rows; leave pad_token_id out")
+        call, tensor = self._template(max_new_tokens, **options), prompt_tensor(ids)
+        (prompt,) = read_prompts(tensor[None], torch.ones_like(tensor)[None], self.target, None)
+        (limit,) = limit_new_tokens(self.target, [len(prompt)], call.max_new_tokens)
+        return replace(call.of_prompt(tensor, prompt, limit, row=row), row=0)
 
     def batch(self, max_rows: int, max_length: int | None = None, compiled_rows: int = 1) -> Batch:
         """Return a batch without requests, which decodes requests of :meth:`request`.
@@ -569,19 +572,6 @@ class EagleFSD:
             for row, (ids, prompt, limit) in enumerate(zip(input_ids, prompts, limits, strict=True))
         ]
         return requests, pad if pad is not None else next(iter(eos), 0)
-
-    def _request(
-        self, ids: Tensor | Sequence[int], row: int = 0, **options: Unpack[PromptDecodeOptions]
-    ) -> Request:
-        """Return the request for a prompt without padding, with the random numbers of a row."""
-        if options.get("prefix_cache") is not None:
-            raise ValueError("a batch keeps its own caches; leave prefix_cache out")
-        if options.get("pad_token_id") is not None:
-            raise ValueError("a batch fills no rows; leave pad_token_id out")
-        call, tensor = self._template(**options), prompt_tensor(ids)
-        (prompt,) = read_prompts(tensor[None], torch.ones_like(tensor)[None], self.target, None)
-        (limit,) = limit_new_tokens(self.target, [len(prompt)], call.max_new_tokens)
-        return replace(call.of_prompt(tensor, prompt, limit, row=row), row=0)
 
     def _template(self, max_new_tokens: int, **options: Unpack[DecodeOptions]) -> Request:
         """Validate the options of a call, and return what its requests have in common."""

@@ -295,11 +295,24 @@ class Answer:
         self.prompt = request.tokens  # the row's prompt, with the new tokens if it was resumed
         self.length = 0  # tokens in the target's cache
         self.root = 0  # the last token, which is not in the cache
-        self.began: dict[str, float] = {}  # the engine's seconds by phase when the row was added
-        self.prefilled = 0  # prompt tokens that were processed, without those that were cached
-        self.prefix: Prefix | None = None  # the row's tokens for processors that read them
-        self.rule_state: Tensor | None = None  # to resume from; None: fresh
-        self._ids: Tensor | None = None  # prompt and new tokens, for stopping criteria
+        self.rule_state: Tensor | None = None  # after the last step that was read; None: fresh
+
+    @property
+    def ids(self) -> Tensor:
+        """The prompt as the caller passed it, padding included, and the new tokens."""
+        return torch.cat([self.request.ids, self.request.ids.new_tensor(self.tokens)])
+
+    @property
+    def prefix(self) -> Prefix:
+        """The tokens so far, for processors that read them."""
+        request = self.request
+        return Prefix(
+            self.ids,
+            prompt_length=len(request.ids),
+            row=request.row,
+            rows=request.rows,
+            ends=request.eos_token_ids,
+        )
 
     @property
     def key(self) -> int:
@@ -313,12 +326,9 @@ class Answer:
 
     def start(self) -> None:
         """Start, or resume, in an engine."""
-        request = self.request
-        self.prompt = [*request.tokens, *self.tokens]
-        self.length, self.root, self.prefilled = len(self.prompt) - 1, self.prompt[-1], 0
-        if request.decision.sampler.needs_prefix:
-            self.prefix = Prefix(request.ids, request.row, request.rows, request.eos_token_ids)
-            self.prefix.append(self.tokens)
+        self.prompt = [*self.request.tokens, *self.tokens]
+        self.length, self.root = len(self.prompt) - 1, self.prompt[-1]
+        self.stats.prefilled = 0
 
     def add(self, tokens: list[int], origins: list[int]) -> int:
         """Add the tokens that a step emitted, up to the end of the answer; return their number."""
@@ -337,16 +347,10 @@ class Answer:
         return count
 
     def _meets_criteria(self) -> bool:
-        request = self.request
-        if not request.criteria:
+        if not self.request.criteria:
             return False
-        first, count = len(request.ids), len(self.tokens)
-        if self._ids is None:
-            self._ids = request.ids.new_empty(first + request.max_new_tokens)
-            self._ids[:first] = request.ids
-        self._ids[first + count - 1] = self.tokens[-1]
         try:
-            return bool(request.criteria(self._ids[None, : first + count], None).any())
+            return bool(self.request.criteria(self.ids[None], None).any())
         except Exception as error:  # of any kind: other answers continue
             self.error = error
             return True

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,40 +50,30 @@ STANDARD: dict[type[LogitsProcessor], tuple[str, tuple[str, ...]]] = {
 }
 #: Processors that never read previous tokens, so one call serves all nodes.
 PREFIX_FREE = (*WARPERS, hf.InfNanRemoveLogitsProcessor, hf.SuppressTokensLogitsProcessor)
-#: Processors that keep state from call to call.
-STATEFUL = (
-    hf.UnbatchedClassifierFreeGuidanceLogitsProcessor,
-    hf.SynthIDTextWatermarkLogitsProcessor,
-    hf.DiaEOSDelayPatternLogitsProcessor,
-    hf.WhisperNoSpeechDetection,
-)
-#: Processors that combine the rows of a batch.
-ACROSS_ROWS = (
-    hf.ClassifierFreeGuidanceLogitsProcessor,
-    hf.DiaClassifierFreeGuidanceLogitsProcessor,
-    hf.DiaEOSChannelFilterLogitsProcessor,
-)
+#: Processors that are not supported, and why.
+UNSUPPORTED: dict[type[LogitsProcessor], str] = {
+    hf.UnbatchedClassifierFreeGuidanceLogitsProcessor: "keeps state from call to call",
+    hf.SynthIDTextWatermarkLogitsProcessor: "keeps state from call to call",
+    hf.ClassifierFreeGuidanceLogitsProcessor: "combines the rows of a batch",
+}
 
 
 class AnswerProcessor(LogitsProcessor):
     """A logits processor that gets the tokens of the answer only, without the prompt."""
 
 
-class Prefix:
+class Prefix(NamedTuple):
     """The tokens of a row so far, prompt padding included, for processors that read them.
 
-    ``capacity`` new tokens can be appended. The prompt is number ``row`` of the ``rows`` of its
-    call; processors are not called for nodes after one of the tokens ``ends``.
+    The prompt is number ``row`` of the ``rows`` of its call; processors are not called for nodes
+    after one of the tokens ``ends``.
     """
 
-    def __init__(self, ids: Tensor, row: int, rows: int, ends: Collection[int]) -> None:
-        self.ids = ids  # [S + new]
-        self.row, self.rows, self.prompt_length = row, rows, len(ids)
-        self.ends = torch.tensor(list(ends), dtype=torch.long, device=ids.device)
-
-    def append(self, tokens: list[int]) -> None:
-        """Add new tokens."""
-        self.ids = torch.cat([self.ids, self.ids.new_tensor(tokens)])
+    ids: Tensor  # [S + new]
+    prompt_length: int
+    row: int
+    rows: int
+    ends: Sequence[int]
 
 
 class Sampler:
@@ -150,45 +140,38 @@ class Sampler:
         if self.processors and faults is not None:
             processed = Distributions.of(self._process(tree, logits, prefixes, faults))
         expanded = tree.draft_log_probs.shape[1] > 0
+        draft: Distributions | None = None
         drawn = tree.tokens
         if self.greedy:
+            warped, draft = processed, Distributions.normalized(tree.draft_log_probs)
+            # Two different logits can be equal after subtracting the normalizer.
+            sampled = arg_max(processed.logits)
             if self.draw_from_draft and expanded:
                 drawn = self._at_nodes(tree, arg_max(tree.draft_log_probs))
-            return VerificationInputs(
-                tree=tree,
-                raw=raw,
-                processed=processed,
-                warped=processed,
-                warped_draft=Distributions.normalized(tree.draft_log_probs),
-                # Two different logits can be equal after subtracting the normalizer.
-                sampled=arg_max(processed.logits),
-                drawn=drawn if self.draw_from_draft else None,
-                faults=faults,
-            )
-        assert random is not None
-        keys = random.node_keys(tree)
-        warped, sampled = self._warp(processed.logits, uniform(keys, Purpose.TARGET), faults)
-        # The draft can have more nodes than the tree: warp its distributions only if needed.
-        draft: Distributions | None = None
-        if (self.warp_draft or tree.sampled) and expanded:
-            points = uniform(tree.to_expanded(keys), Purpose.DRAFT)
-            size = logits.shape[-1]
-            draft, drawn = self._warp(
-                tree.draft_log_probs, points, token_ids=tree.token_ids, vocab_size=size
-            )
-            drawn = self._at_nodes(tree, drawn)
-        if tree.sampled:  # the drafted tokens are draws already
-            assert draft is not None
-            drafted = tree.tokens[:, 1:]
-            drawn = torch.cat([drafted, drawn[:, -1:]], 1)
-            points = torch.stack(
-                [random.in_step(use, tree.size) for use in (Purpose.ACCEPT, Purpose.RESIDUAL)]
-            )
-            chain = SampledChain(
-                warped, draft, token_ids=tree.token_ids, drafted=drafted, uniform=points
-            )
-            followed = self.verify_chain(chain)
-            sampled = torch.cat([followed, sampled[:, -1:]], 1)
+        else:
+            assert random is not None
+            keys = random.node_keys(tree)
+            warped, sampled = self._warp(processed.logits, uniform(keys, Purpose.TARGET), faults)
+            # The draft can have more nodes than the tree: warp its distributions only if needed.
+            if (self.warp_draft or tree.sampled) and expanded:
+                points = uniform(tree.to_expanded(keys), Purpose.DRAFT)
+                size = logits.shape[-1]
+                draft, drawn = self._warp(
+                    tree.draft_log_probs, points, token_ids=tree.token_ids, vocab_size=size
+                )
+                drawn = self._at_nodes(tree, drawn)
+            if tree.sampled:  # the drafted tokens are draws already
+                assert draft is not None
+                drafted = tree.tokens[:, 1:]
+                drawn = torch.cat([drafted, drawn[:, -1:]], 1)
+                points = torch.stack(
+                    [random.in_step(use, tree.size) for use in (Purpose.ACCEPT, Purpose.RESIDUAL)]
+                )
+                chain = SampledChain(
+                    warped, draft, token_ids=tree.token_ids, drafted=drafted, uniform=points
+                )
+                followed = self.verify_chain(chain)
+                sampled = torch.cat([followed, sampled[:, -1:]], 1)
         return VerificationInputs(
             tree=tree,
             raw=raw,
@@ -197,6 +180,7 @@ class Sampler:
             warped_draft=draft,
             sampled=sampled,
             drawn=drawn if self.draw_from_draft else None,
+            # `draw_uniform` is never set at temperature 0.
             uniform=uniform(keys, Purpose.RULE).float() if self.draw_uniform else None,
             faults=faults,
         )
@@ -271,7 +255,7 @@ class Sampler:
         ]
         paths, parents, tokens = _paths(tree, row), tree.parents[row], tree.tokens[row]
         result = logits[row].clone()
-        continues = ~torch.isin(tokens, prefix.ends.to(tokens.device))
+        continues = ~torch.isin(tokens, tokens.new_tensor(prefix.ends))
         open_ = torch.zeros_like(parents, dtype=torch.bool)
         open_[0] = True
         for depth in range(tree.max_depth + 1):
@@ -298,11 +282,8 @@ def _mark_faults(faults: Tensor, scores: Tensor, number: int) -> None:
 
 
 def _check_processor(processor: LogitsProcessor) -> None:
-    for kinds, problem in (
-        (STATEFUL, "keeps state from call to call"),
-        (ACROSS_ROWS, "combines the rows of a batch"),
-    ):
-        if isinstance(processor, kinds):
+    for kind, problem in UNSUPPORTED.items():
+        if isinstance(processor, kind):
             raise ValueError(
                 f"{type(processor).__name__} is not supported, because it {problem}: a draft tree"
                 " has several prefixes per step, which are processed in any order"

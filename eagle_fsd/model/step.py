@@ -21,7 +21,6 @@ from eagle_fsd.model.cache import TreeCache
 from eagle_fsd.model.drafters.interface import Drafter, DraftState
 from eagle_fsd.model.random_numbers import RandomNumbers
 from eagle_fsd.model.request import Answer, Decision
-from eagle_fsd.model.sampling import Prefix
 from eagle_fsd.model.target import Target, TargetPass
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import Verification, VerificationInputs, verify, verify_root
@@ -59,11 +58,6 @@ class RowGroup:
     places: list[int]
     index: Tensor | None
 
-    @property
-    def prefixes(self) -> list[Prefix]:
-        """The tokens of the rows, if processors read them."""
-        return [answer.prefix for answer in self.answers if answer.prefix is not None]
-
 
 @dataclass(eq=False)
 class StepState:
@@ -80,7 +74,6 @@ class StepState:
     rule_state: Tensor  # [B, W] state of the rows' acceptance rules
     keys: Tensor  # [B] keys of the rows' random numbers
     folds: int  # query heads per key head that tree attention folds, see `attention`
-    compile_divergences: bool = False  # see `VerificationInputs`
 
     @property
     def verifies_on_device(self) -> bool:
@@ -151,10 +144,9 @@ def verify_and_commit(
         if index is not None:
             part, logits, rule_state = tree.of_rows(index), logits[index], rule_state[index]
             numbers = RandomNumbers(random.keys[index], random.positions[index])
-        prefixes = group.prefixes if decision.sampler.needs_prefix else []
+        prefixes = [row.prefix for row in group.answers] if decision.sampler.needs_prefix else []
         inputs = decision.sampler(part, logits, numbers, prefixes)
         inputs.state = rule_state[:, : decision.rule.state_size]
-        inputs.compile_divergences = state.compile_divergences
         if tree.size == 1:
             kept = verify_root(inputs)
         else:

@@ -77,8 +77,6 @@ class VerificationInputs:
         state: ``[B, W]`` float32, the rule's state of every row, see :meth:`AcceptanceRule.start`.
         faults: ``[B, N]`` which processor or warper left no token at each node, see
             :meth:`row_faults`; None without any.
-        compile_divergences: Whether these are compiled on CUDA, in a step that is not compiled as a
-            whole. Every number of rows, tree and kind of divergence may take a compilation.
     """
 
     tree: DraftTree
@@ -91,7 +89,6 @@ class VerificationInputs:
     uniform: Tensor | None = None
     state: Tensor | None = None
     faults: Tensor | None = None
-    compile_divergences: bool = False
     _edge_log_prob: Tensor | None = field(default=None, init=False, repr=False)
     _regret: Tensor | None = field(default=None, init=False, repr=False)
 

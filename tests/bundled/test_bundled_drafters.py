@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from eagle_fsd import EagleFSD, TreeConfig
-from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_EAGLE3, BUNDLED_TARGET
+from eagle_fsd.bundled import BUNDLED_EAGLE3, BUNDLED_TARGET
 from eagle_fsd.bundled.problems import problems
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.drafters.draft_model import DraftModel
@@ -53,19 +52,6 @@ def prompts(model: EagleFSD, seed: int) -> tuple[Tensor, Tensor]:
     return encoded["input_ids"], encoded["attention_mask"]
 
 
-def test_files_are_small() -> None:
-    common = {"README.md", "config.json", "model.safetensors", "training.json"}
-    for folder, more, size in (
-        (BUNDLED_EAGLE3, set(), 1_000_000),
-        (BUNDLED_DRAFT_MODEL, {"generation_config.json"}, 2_000_000),
-    ):
-        assert {path.name for path in folder.iterdir()} == common | more
-        assert (folder / "model.safetensors").stat().st_size < size
-    config = json.loads((BUNDLED_EAGLE3 / "config.json").read_text())
-    assert config["torch_dtype"] == "float16"
-    assert config["rope_theta"] == 10000.0  # its place in transformers 4
-
-
 # -- EAGLE-3 ---------------------------------------------------------------------------------------
 
 
@@ -83,17 +69,17 @@ def test_hidden_states_are_detected(eagle3: EagleFSD) -> None:
     """One layer above or below is nearly as good in this small target, two below is not."""
     target, trained, near = eagle3.target, (2, 7, 11), [(1, 6, 10), (3, 8, 12)]
     candidates = [(0, 5, 9), trained, *near]
-    choice = detect_layers(eagle3.drafter, target, sample_texts(target), candidates)
-    assert choice.reads == trained
-    assert set(choice.agreement) == set(candidates)
-    best = choice.agreement[trained]
-    assert max(choice.agreement.values()) == best
-    assert min(choice.agreement[reads] for reads in near) > best - 0.03
+    reads, agreement = detect_layers(eagle3.drafter, target, sample_texts(target), candidates)
+    assert reads == trained
+    assert set(agreement) == set(candidates)
+    best = agreement[trained]
+    assert max(agreement.values()) == best
+    assert min(agreement[item] for item in near) > best - 0.03
 
 
 def test_head_can_draft_the_tokens_of_answers(eagle3: EagleFSD) -> None:
     token_ids = eagle3.drafter.token_ids
-    solutions = [problem.answer for problem in problems("test", 200, seed=6)]
+    solutions = [problem.answer for problem in problems("test", 100, seed=6)]
     tokens = {token for ids in eagle3.tokenizer(solutions)["input_ids"] for token in ids}
     assert len(tokens) > 100
     assert tokens <= set(token_ids.tolist())

@@ -9,7 +9,6 @@ Shape letters: ``S`` tokens of a text, ``C`` candidates, ``n`` positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,31 +23,16 @@ TEXTS, TEXT_LENGTH = 8, 48
 MAX_CPU_PARAMETERS = 10**9
 
 
-@dataclass(frozen=True)
-class LayerChoice:
-    """The best ``reads``, and the share of positions at which head and target agree for each."""
-
-    reads: tuple[int, ...]
-    agreement: dict[tuple[int, ...], float]
-    positions: int
-
-    def __str__(self) -> str:
-        parts = [f"{share:.1%} with {reads}" for reads, share in self.agreement.items()]
-        return (
-            f"the head agrees with the target at {', '.join(parts)} of {self.positions}"
-            f" positions; using the inputs of layers {self.reads}"
-        )
-
-
 @torch.inference_mode()
 def detect_layers(
     head: Eagle3Head,
     target: Target,
     texts: Sequence[Tensor],
     candidates: Sequence[tuple[int, ...]],
-) -> LayerChoice:
+) -> tuple[tuple[int, ...], dict[tuple[int, ...], float]]:
     """Measure how well a head agrees with its target for several choices of hidden states.
 
+    Returns the best choice, and for each the share of positions at which head and target agree.
     ``texts`` are ``[S]`` token ids that the target might write. Another candidate than the first,
     the declared one, is chosen if the difference exceeds three standard deviations (of a sign
     test).
@@ -59,7 +43,7 @@ def detect_layers(
     if better - worse <= 3.0 * (better + worse).sqrt():
         best = 0
     shares = hits.float().mean(1).tolist()
-    return LayerChoice(candidates[best], dict(zip(candidates, shares, strict=True)), hits.shape[1])
+    return candidates[best], dict(zip(candidates, shares, strict=True))
 
 
 def _hits(

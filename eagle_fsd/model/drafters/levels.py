@@ -136,7 +136,13 @@ class LevelState(DraftState):
         self.shift = bool(drafter.reads)
         # Any step can emit a token per level, the root's children and a bonus token.
         self._width = tree.depth + 2  # A
-        self._rows = self._state(0)
+        device, dtype = drafter.device, drafter.dtype
+        # The position of the last feature, and what `show` names; a row for each of the engine's.
+        self._rows: list[Tensor] = [
+            *torch.zeros(3, 0, dtype=torch.long, device=device),
+            torch.zeros(0, self._width, dtype=torch.long, device=device),
+            torch.zeros(0, self._width, drafter.feature_size, dtype=dtype, device=device),
+        ]
         self.show(0)
 
     def use(self, tree: TreeConfig) -> None:
@@ -155,25 +161,16 @@ class LevelState(DraftState):
         self._builders.clear()  # the vocabulary may have changed
         self.use(tree)
 
-    def _state(self, rows: int) -> tuple[Tensor, ...]:
-        """Allocate what is kept per row; see :meth:`show`."""
-        device = self.drafter.device
-        shape = rows, self._width, self.drafter.feature_size
-        return (
-            torch.zeros(rows, dtype=torch.long, device=device),  # position of the last feature
-            torch.zeros(rows, dtype=torch.long, device=device),
-            torch.zeros(rows, dtype=torch.long, device=device),
-            torch.zeros(shape[:2], dtype=torch.long, device=device),
-            torch.zeros(shape, dtype=self.drafter.dtype, device=device),
-        )
-
     def reserve(self, rows: int, max_length: int, cache: TreeCache | None) -> None:
         assert cache is not None
         self.drafter.check_length(max_length)
         self.cache = cache
-        before, self._rows = self._rows, self._state(rows)
-        for new, old in zip(self._rows, before, strict=True):
-            new[: len(old)] = old
+        # The network may have moved, or have another data type.
+        *integers, features = (item.to(self.drafter.device) for item in self._rows)
+        self._rows = [
+            torch.cat([item, item.new_zeros(rows - len(item), *item.shape[1:])])
+            for item in (*integers, features.to(self.drafter.dtype))
+        ]
         self.show(len(self.lengths))
 
     def show(self, rows: int) -> None:
@@ -184,18 +181,16 @@ class LevelState(DraftState):
         self.pending_features = features  # [B, A, F]
 
     def admit(self, first: int, prompts: Sequence[Sequence[int]]) -> None:
-        last, lengths, pending, tokens, features = self._part(first, len(prompts))
+        own = slice(first, first + len(prompts))
+        last, lengths, pending, tokens, features = (item[own] for item in self._rows)
         last.copy_(upload([len(prompt) - 2 for prompt in prompts], last.device))
         lengths.copy_(last.clamp_min(0) if self.shift else last + 1)
         pending.fill_(1)
         tokens[:, 0] = upload([prompt[-1] for prompt in prompts], tokens.device)
         features.zero_()  # clear NaNs of an earlier row: an additive mask would let them through
 
-    def _part(self, first: int, count: int) -> list[Tensor]:
-        return [tensor[first : first + count] for tensor in self._rows]
-
     def prefill(self, first: int, ids: Tensor, start: int, stop: int, features: Tensor) -> None:
-        last, lengths, _, _, pending = self._part(first, len(ids))
+        last, lengths, _, _, pending = (item[first : first + len(ids)] for item in self._rows)
         tokens = ids[:, start + self.shift : stop + self.shift]
         keys = self.cache.keys(stop, ids.device)
         with self.cache.from_row(first):
