@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
-from itertools import chain, compress
+from itertools import chain, compress, zip_longest
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.methods import EXACT, Method, fresh_pair
 from eagle_fsd.evaluation.questions.question import Question
-from eagle_fsd.evaluation.statistics import Mean
+from eagle_fsd.evaluation.statistics import mean
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.request import Prompt
 from eagle_fsd.model.verify import Origin
@@ -52,9 +52,9 @@ def agreement(exact: Sequence[Record], other: Sequence[Record]) -> dict[str, Any
     differences = [_first_difference(*pair) for pair in pairs]
     found = [item for item in differences if item is not None]
     count, changed = len(pairs), len(found)
-    lengths = Mean.of([sum(map(len, b)) - sum(map(len, a)) for a, b in pairs])
+    lengths = mean([sum(map(len, b)) - sum(map(len, a)) for a, b in pairs])
     before, after = ([repetition(pair[side]) for pair in pairs] for side in (0, 1))
-    repeated = Mean.of([b - a for a, b in zip(before, after, strict=True)])
+    repeated = mean([b - a for a, b in zip(before, after, strict=True)])
     return {
         "answers": count,
         "identical": count - changed,
@@ -87,15 +87,9 @@ def _first_difference(
     first: Sequence[Sequence[int | str]], second: Sequence[Sequence[int | str]]
 ) -> int | None:
     """Return the number of equal tokens before the first difference, over all turns."""
-    equal = 0
-    for own, other in zip(first, second, strict=True):
-        for a, b in zip(own, other, strict=False):
-            if a != b:
-                return equal
-            equal += 1
-        if len(own) != len(other):
-            return equal
-    return None
+    turns = zip(first, second, strict=True)
+    pairs = chain.from_iterable(zip_longest(*both) for both in turns)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), None)
 
 
 def repetition(turns: Sequence[Sequence[int | str]]) -> float:
@@ -132,7 +126,7 @@ def regret_summary(records: Sequence[Record]) -> dict[str, Any] | None:
     tokens = np.array([sum(sum(one["new_tokens"]) for one in own) for own in choices])
     per_token = float(sums.sum() / tokens.sum())
     # The ratio of two sums over questions, linearized.
-    interval = Mean.of(((sums - per_token * tokens) / tokens.mean()).tolist()).interval
+    interval = mean(((sums - per_token * tokens) / tokens.mean()).tolist()).interval
     return {
         "fuzzy_tokens": len(regrets),
         "mean": float(regrets.mean()),

@@ -21,23 +21,25 @@ from eagle_fsd.utils.files import append_line, atomic_write, read_jsonl, truncat
 
 Record = dict[str, Any]
 
+#: The values of a turn, by field of a choice, if it was not answered.
+NO_TURN: dict[str, Any] = {
+    "turns": "",  # the text of the assistant's message
+    "idxs": 0,  # target passes; None if the method does not report them
+    "new_tokens": 0,
+    "wall_time": 0.0,  # the turn's share of the seconds of its group
+    "latency": 0.0,  # seconds from the step in which it joined the batch
+    "accepted": [],  # tokens that each pass emitted
+    "origins": [],  # Origin of each token
+    "prompt_ids": [],
+    "token_ids": [],  # including the end token
+    "log_likelihood": None,
+    "regrets": [],  # of the fuzzy tokens
+    "memory": None,
+    "cut_off": False,  # before an end token or a stop string
+    "errors": None,  # why it was not answered
+}
 #: Fields of a choice that reports require: lists with an entry per turn.
-CHOICE_LISTS = (
-    "turns",
-    "idxs",
-    "new_tokens",
-    "wall_time",
-    "latency",
-    "accepted",
-    "origins",
-    "prompt_ids",
-    "token_ids",
-    "log_likelihood",
-    "regrets",
-    "memory",
-    "cut_off",
-    "errors",
-)
+CHOICE_LISTS = tuple(NO_TURN)
 
 
 def all_turns(record: Record) -> dict[str, list[Any]]:

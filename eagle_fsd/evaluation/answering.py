@@ -10,16 +10,15 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import fmean
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteriaList
 
-from eagle_fsd.evaluation.answer_store import AnswerStore, Record, Session
+from eagle_fsd.evaluation.answer_store import NO_TURN, AnswerStore, Record, Session
 from eagle_fsd.evaluation.completion import answer_ends
 from eagle_fsd.evaluation.config import BenchConfig, CalibrationConfig, EvaluationConfig
 from eagle_fsd.evaluation.memory import PeakMemory
@@ -28,7 +27,7 @@ from eagle_fsd.evaluation.padded_batch import PaddedBatch
 from eagle_fsd.evaluation.questions.question import Message, Question
 from eagle_fsd.model.batch import Batch
 from eagle_fsd.model.pipeline import EagleFSD
-from eagle_fsd.model.request import Answer, Decision, Request
+from eagle_fsd.model.request import Answer, Request
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.verify import AcceptanceRule, Origin
 from eagle_fsd.utils.chat_templates import ChatTemplate, encode_prompt
@@ -46,26 +45,9 @@ ANSWERS_PER_ROW = 4
 MIN_GROUPS = 4
 
 M = TypeVar("M")
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A turn of an answer, timed from the step in which it joined the batch.
-
-    Fields that are empty are not reported.
-    """
-
-    prompt: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)  # including the end token
-    passes: int | None = 0  # of the target; None if the method does not report it
-    accepted: list[int] = field(default_factory=list)  # tokens that each pass emitted
-    origins: list[int] = field(default_factory=list)  # Origin of each token
-    phases: dict[str, float] = field(default_factory=dict)  # seconds
-    text: str = ""  # of the assistant's message
-    new_tokens: int = 0
-    seconds: float = 0.0
-    cut_off: bool = False  # before an end token or a stop string
-    error: str | None = None  # why it was not answered
+#: The values of a turn by field of a choice, see :data:`NO_TURN`; optionally with "phases", the
+#: seconds of each.
+Turn = dict[str, Any]
 
 
 class Conversation:
@@ -85,7 +67,7 @@ class Conversation:
 
     def answer(self, turn: Turn) -> None:
         """Add the assistant's turn."""
-        self.chat.append({"role": "assistant", "content": turn.text})
+        self.chat.append({"role": "assistant", "content": turn["turns"]})
         self.turns.append(turn)
 
 
@@ -165,7 +147,7 @@ class Answerer(ABC, Generic[M]):
         The group's ``seconds``, as ``wall_time``, are divided in proportion to the time that each
         turn took, its ``latency``.
         """
-        total = sum(turn.seconds for answer in answers for turn in answer.turns)
+        total = sum(turn["latency"] for answer in answers for turn in answer.turns)
         share = seconds / total if total else 0.0
         records: dict[int | str, Record] = {}
         for answer in answers:
@@ -183,33 +165,16 @@ class Answerer(ABC, Generic[M]):
                 }
             choice: dict[str, Any] = {"index": answer.sample}
             for turn in answer.turns:
-                for key, value in self._values(turn, share, memory).items():
+                likelihood, regrets = self.likelihood(turn)
+                values = {**turn, "log_likelihood": likelihood, "regrets": regrets}
+                values |= {"wall_time": share * turn["latency"], "memory": memory}
+                phases = values.pop("phases", {})
+                if isinstance(self.config, BenchConfig):
+                    values["phases"] = {name: share * spent for name, spent in phases.items()}
+                for key, value in values.items():
                     choice.setdefault(key, []).append(value)
             records[question.question_id]["choices"].append(choice)
         return list(records.values())
-
-    def _values(self, turn: Turn, share: float, memory: int | None) -> dict[str, Any]:
-        """Return the values of a turn to record; ``wall_time`` is a ``share`` of ``latency``."""
-        likelihood, regrets = self.likelihood(turn)
-        values: dict[str, Any] = {
-            "turns": turn.text,
-            "idxs": turn.passes,
-            "new_tokens": turn.new_tokens,
-            "wall_time": share * turn.seconds,
-            "latency": turn.seconds,
-            "accepted": turn.accepted,
-            "origins": turn.origins,
-            "prompt_ids": turn.prompt,
-            "token_ids": turn.tokens,
-            "log_likelihood": likelihood,
-            "regrets": regrets,
-            "memory": memory,
-            "cut_off": turn.cut_off,
-            "errors": turn.error,
-        }
-        if isinstance(self.config, BenchConfig):
-            values["phases"] = {name: share * spent for name, spent in turn.phases.items()}
-        return values
 
     def likelihood(self, turn: Turn) -> tuple[float | None, list[float | None]]:
         """Return a turn's mean log-probability by the target, and the regrets of fuzzy tokens."""
@@ -305,17 +270,9 @@ class PairAnswerer(Answerer[Method]):
         room = self.model.target.stable_length - len(prompt)
         sampling = self.config.sampling(seed=seed)
         limit = min(room, self.config.max_new_tokens)
-        if method.decoder == "hf":
-            return Request(
-                prompt.tolist(),
-                limit,
-                Decision.of(sampling),
-                key=seed,
-                eos_token_ids=self.ends["eos_token_id"],
-                criteria=StoppingCriteriaList(self.ends["stopping_criteria"]),
-            )
+        decoder = "ar" if method.decoder == "hf" else method.decoder
         return pair.request(
-            prompt, limit, sampling=sampling, rule=rule, method=method.decoder, **self.ends
+            prompt, limit, sampling=sampling, rule=rule, method=decoder, **self.ends
         )
 
     def _next_prompt(self, answer: Conversation) -> Tensor | None:
@@ -327,7 +284,8 @@ class PairAnswerer(Answerer[Method]):
             prompt = encode_prompt(answer.chat, self.model.tokenizer, self.chat_template)[0]
             if len(prompt) < self.model.target.stable_length:
                 return prompt
-            answer.answer(Turn(error=f"the prompt's {len(prompt)} tokens fill the context"))
+            error = f"the prompt's {len(prompt)} tokens fill the context"
+            answer.answer({**NO_TURN, "errors": error})
         return None
 
     def _pair(self, method: Method) -> EagleFSD:
@@ -342,11 +300,11 @@ class PairAnswerer(Answerer[Method]):
         They need another pass over every answer, which takes about as long as decoding it in a
         large batch.
         """
-        fuzzy = [at for at, origin in enumerate(turn.origins) if origin == Origin.FUZZY]
+        fuzzy = [at for at, origin in enumerate(turn["origins"]) if origin == Origin.FUZZY]
         left_out = isinstance(self.config, CalibrationConfig) and self.config.measure != "regret"
-        if not turn.tokens or left_out:
+        if not turn["token_ids"] or left_out:
             return None, [None] * len(fuzzy)
-        own, best = self._log_probs(tuple(turn.prompt), tuple(turn.tokens))
+        own, best = self._log_probs(tuple(turn["prompt_ids"]), tuple(turn["token_ids"]))
         return float(own.mean()), [max(0.0, float(best[at] - own[at])) for at in fuzzy]
 
     def _compute_log_probs(
@@ -363,28 +321,29 @@ class PairAnswerer(Answerer[Method]):
         passes: int | None = len(accepted)
         if method.decoder == "hf":  # assisted generation takes an unknown number of passes
             passes = len(tokens) if method.assistant is None else None
-        return Turn(
-            prompt=answer.request.tokens,
-            tokens=tokens,
-            passes=passes,
-            accepted=accepted,
-            origins=answer.origins,
-            phases=answer.stats.seconds,
-            text=shown.strip(),
-            new_tokens=len(tokens),
-            seconds=seconds,
-            cut_off=not ended and shown == text,
-        )
+        return {
+            **NO_TURN,
+            "turns": shown.strip(),
+            "idxs": passes,
+            "new_tokens": len(tokens),
+            "latency": seconds,
+            "accepted": accepted,
+            "origins": answer.origins,
+            "prompt_ids": answer.request.tokens,
+            "token_ids": tokens,
+            "cut_off": not ended and shown == text,
+            "phases": answer.stats.seconds,
+        }
 
 
 def _average(runs: Sequence[Sequence[Turn]]) -> list[Turn]:
     """Return the turns of an answer with the mean times of several runs."""
     found = []
     for same in zip(*runs, strict=True):
-        first = same[0]
-        phases = {name: fmean(turn.phases.get(name, 0.0) for turn in same) for name in first.phases}
-        seconds = fmean(turn.seconds for turn in same)
-        found.append(replace(first, phases=phases, seconds=seconds))
+        spent = [turn.get("phases", {}) for turn in same]
+        phases = {name: fmean(item.get(name, 0.0) for item in spent) for name in spent[0]}
+        latency = fmean(turn["latency"] for turn in same)
+        found.append({**same[0], "phases": phases, "latency": latency})
     return found
 
 

@@ -33,13 +33,12 @@ from typing import Any
 
 from eagle_fsd.evaluation import engines
 from eagle_fsd.evaluation.certificate import (
-    Verdict,
     certificate_of,
     check_sampling,
     check_scores,
     conclude,
     count_unscored_as_wrong,
-    outcomes,
+    is_certified,
     split_questions,
     warn_of_few,
     without_repeated,
@@ -55,7 +54,6 @@ from eagle_fsd.evaluation.config import (
     SelectionConfig,
 )
 from eagle_fsd.evaluation.methods import EXACT, Method, given_acceptance
-from eagle_fsd.evaluation.plots import draw_figures
 from eagle_fsd.evaluation.processes import on_first_process
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import interleaved
@@ -387,15 +385,15 @@ def extend_report(task: Task, tested: Sequence[Method], report: Report) -> None:
         own = task.rows.get(row["method"], {})
         row |= {name: own.get(name) for name in SPEED_FIELDS}
     by_name = {row["method"]: row for row in report["rows"]}
-    verdicts = [Verdict.of(by_name[item.name], bounds, tests) for item in tested]
-    method = tested[-1] if verdicts and verdicts[-1].certified else task.exact
     report |= limit_losses(report["rows"], tests - len(tested), bounds.confidence)
+    rows = [by_name[item.name] for item in tested]
+    method = tested[-1] if rows and is_certified(rows[-1], bounds) else task.exact
     report["selection"] = list(task.rows.values())
     report["tables"] = [selection_table(task)]
     conclusion = conclude(
-        verdicts, bounds, tests=tests, choices=len(task.methods), measured=task.config.measured
+        rows, bounds, tests=tests, choices=len(task.methods), measure=task.config.measured
     )
-    report["calibration"] = calibrated_settings(task, method, verdicts, report=report, rows=by_name)
+    report["calibration"] = calibrated_settings(task, method, tested, report=report, rows=by_name)
     report["flags"] = None
     if task.engine:
         conclusion = f"{conclusion} {engines.caveat(task.engine)}"
@@ -405,13 +403,12 @@ def extend_report(task: Task, tested: Sequence[Method], report: Report) -> None:
         )
     report["conclusions"] = [conclusion]
     report["calibrated"] = method.name
-    draw_figures(report, task.folder)
 
 
 def calibrated_settings(
     task: Task,
     method: Method,
-    verdicts: Sequence[Verdict],
+    tests: Sequence[Method],
     report: Report,
     rows: dict[str, Row],
 ) -> dict[str, Any]:
@@ -429,10 +426,12 @@ def calibrated_settings(
         *("compiled", "max_new_tokens", "template"),
     )
     tested = []
-    for item in verdicts:
-        counts = dict(zip(("lost", "gained", "paired"), outcomes(item.row), strict=True))
-        result = {"drop_is_below_points": item.drop, "certified": item.certified}
-        tested.append({"method": item.row["method"], **counts, **result})
+    for item in tests:
+        against = rows[item.name]["against_exact"]
+        counts = {name: against[name] for name in ("lost", "gained", "paired")}
+        drop = 100 * max(0.0, against["loss_limit"])
+        result = {"drop_is_below_points": drop, "certified": item is method}
+        tested.append({"method": item.name, **counts, **result})
     about = {
         "made_by": "eagle-fsd calibrate",
         "max_drop_points": task.bounds.max_drop,
@@ -454,15 +453,8 @@ def calibrated_settings(
     )
     # The file can hold neither a rule object nor a draft vocabulary.
     stated = method.rule is None and task.request.draft_vocabulary is None
-    if stated and verdicts and verdicts[-1].certified:
-        certificate = certificate_of(
-            report,
-            verdicts[-1],
-            decoder="eagle-fsd",
-            bounds=task.bounds,
-            measured=task.config.measured,
-        )
-        values["certificate"] = certificate.model_dump()
+    if stated and method in tests:
+        values["certificate"] = certificate_of(report, row, decoder="eagle-fsd").model_dump()
     return values
 
 
@@ -496,31 +488,24 @@ def check_folder(task: Task) -> None:
     with other options of decoding are not comparable.
     """
     folder, config, (_, selecting) = task.folder, task.config, task.selecting
-    measure_names = set(MeasureConfig.model_fields)
+    parts = task.used, task.fresh
     plan: dict[str, Any] = {
-        "selection": [question.question_id for question in task.used],
-        "certificate": [question.question_id for question in task.fresh],
-        "settings": [method.name for method in task.methods],
-        "compiled": bool(task.request.compile),
+        "questions or --count": [[item.question_id for item in part] for part in parts],
+        "settings to choose from": [method.name for method in task.methods],
+        "options of decoding": config.model_dump(exclude=set(MeasureConfig.model_fields)),
+        "--compile": bool(task.request.compile),
+        "--grader": task.request.grader,
+        "--measure": config.measured,
+        "--select-regret": selecting.measured,
     }
-    if decoding := config.model_dump(exclude=measure_names, exclude_defaults=True):
-        plan["decoding"] = decoding
-    if task.request.grader is not None:
-        plan["grader"] = task.request.grader
-    if config.measure != "accuracy":
-        plan["measure"] = config.measured
-    if selecting.measured != config.measured:
-        plan["selection_measure"] = selecting.measured
     file = folder / QUESTIONS_FILE
     if not (file.exists() and (folder / TREES_FILE).exists()):
-        folder.mkdir(parents=True, exist_ok=True)
         atomic_write(file, json.dumps(plan) + "\n")
-    elif json.loads(file.read_text(encoding="utf-8")) != plan:
-        raise ValueError(
-            f"{folder} holds a calibration on other questions (or with another --count), with"
-            " other settings to choose from, other options of decoding, another --compile,"
-            f" --grader, --measure or --select-regret: {OTHER_QUESTIONS}"
-        )
+        return
+    before = json.loads(file.read_text(encoding="utf-8"))
+    if changed := [name for name, value in plan.items() if before.get(name) != value]:
+        names = ", ".join(changed)
+        raise ValueError(f"{folder} holds a calibration with other {names}: {OTHER_QUESTIONS}")
 
 
 def read_tests(folder: Path, bounds: LossBounds) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from eagle_fsd.evaluation.config import LossBounds
@@ -14,7 +14,7 @@ from eagle_fsd.evaluation.statistics import (
     least_questions,
     loss_bound,
 )
-from eagle_fsd.evaluation.tables import Row, points_text
+from eagle_fsd.evaluation.tables import Row, measured, points_text
 from eagle_fsd.model.config import Certificate, SamplingConfig
 from eagle_fsd.utils.options import OptionsError
 
@@ -38,43 +38,23 @@ def outcomes(row: Row) -> tuple[int, int, int]:
     return against["lost"], against["gained"], against["paired"]
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The result of testing one setting: an upper bound on its loss, in percentage points."""
-
-    row: Row
-    drop: float
-    certified: bool
-
-    @classmethod
-    def of(cls, row: Row, bounds: LossBounds, tests: int) -> Verdict:
-        """Test a setting on questions that had no part in its selection.
-
-        The error probability is divided among ``tests`` settings, whose number must not depend on
-        the answers.
-        """
-        bound = loss_bound(*outcomes(row), confidence_per_test(bounds.confidence, tests))
-        return cls(row, 100 * max(0.0, bound), bound <= bounds.max_drop / 100)
+def is_certified(row: Row, bounds: LossBounds) -> bool:
+    """Return whether a report's limit on a method's loss is within the allowed loss."""
+    return bool(row["against_exact"]["loss_limit"] <= bounds.max_drop / 100)
 
 
-def certificate_of(
-    report: dict[str, Any],
-    verdict: Verdict,
-    decoder: str,
-    bounds: LossBounds,
-    measured: str = "accuracy",
-) -> Certificate:
+def certificate_of(report: dict[str, Any], row: Row, decoder: str) -> Certificate:
     """Return the certificate of a setting that passed its test on the questions of a report."""
     about = report["about"]
-    lost, gained, paired = outcomes(verdict.row)
+    lost, gained, paired = outcomes(row)
     return Certificate(
         decoder=decoder,
-        measure=f"{measured} on {about['questions']}",
+        measure=f"{measured(report)} on {about['questions']}",
         questions=paired,
         lost=lost,
         gained=gained,
-        bound=verdict.drop,
-        confidence=bounds.confidence,
+        bound=100 * max(0.0, row["against_exact"]["loss_limit"]),
+        confidence=report["confidence"],
         temperature=about["temperature"],
         revision=report["environment"]["revision"],
     )
@@ -154,42 +134,44 @@ def warn_of_few(bounds: LossBounds, fresh: Sequence[Question]) -> str | None:
 
 
 def conclude(
-    verdicts: Sequence[Verdict],
+    rows: Sequence[Row],
     bounds: LossBounds,
     tests: int,
     choices: int,
-    measured: str = "accuracy",
+    measure: str = "accuracy",
 ) -> str:
-    """Return the outcome of testing up to ``tests`` of ``choices`` settings, with the bound."""
+    """Return the outcome of testing up to ``tests`` of ``choices`` settings, with the bound.
+
+    ``rows`` are those of the tested ones.
+    """
     allowed = f"{bounds.max_drop:g} point{'' if bounds.max_drop == 1.0 else 's'}"
-    if not verdicts:
+    if not rows:
         return (
             f"Exact decoding: none of {choices} settings is faster and likely to be certified to"
             f" lose at most {allowed} on this many questions."
         )
-    last = verdicts[-1]
-    paired = last.row["against_exact"]["paired"]
+    last = rows[-1]
+    paired = last["against_exact"]["paired"]
     confidence = f"with {100 * bounds.confidence:g}% confidence"
-    if last.certified:
+    if is_certified(last, bounds):
         sentences = [
-            f"{last.row['method']}, {last.row['speed_over_exact']:.2f} times exact decoding: on"
+            f"{last['method']}, {last['speed_over_exact']:.2f} times exact decoding: on"
             f" {paired} questions that had no part in its selection, it {_changes(last)}, so"
-            f" {confidence} it loses at most {points_text(last.drop / 100)} points of {measured}"
+            f" {confidence} it loses at most {_limit(last)} of {measure}"
             " relative to exact decoding."
         ]
         sentences += [
-            f"{item.row['method']} was tested before and is not certified: it {_changes(item)},"
-            f" which shows at most {points_text(item.drop / 100)} points, not {allowed}."
-            for item in verdicts[:-1]
+            f"{item['method']} was tested before and is not certified: it {_changes(item)},"
+            f" which shows at most {_limit(item)}, not {allowed}."
+            for item in rows[:-1]
         ]
     else:
         found = "; ".join(
-            f"{item.row['method']} {_changes(item)}, so it loses at most"
-            f" {points_text(item.drop / 100)} points"
-            for item in verdicts
+            f"{item['method']} {_changes(item)}, so it loses at most {_limit(item)}"
+            for item in rows
         )
         sentences = [
-            f"Exact decoding: nothing is certified to lose at most {allowed} of {measured} relative"
+            f"Exact decoding: nothing is certified to lose at most {allowed} of {measure} relative"
             f" to exact decoding. On {paired} questions that had no part in the selection,"
             f" {confidence}: {found}."
         ]
@@ -202,6 +184,10 @@ def conclude(
     return " ".join(sentences)
 
 
-def _changes(verdict: Verdict) -> str:
-    lost, gained, _ = outcomes(verdict.row)
+def _changes(row: Row) -> str:
+    lost, gained, _ = outcomes(row)
     return f"lost {lost} answers and gained {gained}"
+
+
+def _limit(row: Row) -> str:
+    return f"{points_text(row['against_exact']['loss_limit'])} points"

@@ -56,17 +56,6 @@ class Point:
         """The method's name."""
         return str(self.row["method"])
 
-    def dominates(self, other: Point) -> bool:
-        """Return whether this method is as fast and as good, and better beyond both intervals."""
-        return (
-            self.speed >= other.speed
-            and self.quality >= other.quality
-            and (
-                self.speed_interval[0] > other.speed_interval[1]
-                or self.quality_interval[0] > other.quality_interval[1]
-            )
-        )
-
 
 def points(rows: Sequence[Row], reference: str = "exact") -> list[Point]:
     """Return the methods whose speed and quality can be compared with the reference's.
@@ -121,9 +110,12 @@ def _quality(row: Row, exact: Row) -> tuple[float, Interval]:
 
 
 def pareto_front(candidates: Sequence[Point]) -> list[Point]:
-    """Select the methods that no other one dominates (:meth:`Point.dominates`), slowest first."""
-    front = [item for item in candidates if not any(other.dominates(item) for other in candidates)]
-    return sorted(front, key=lambda item: (item.speed, -item.quality))
+    """Select the methods that are estimated to be better than all faster ones, slowest first."""
+    front: list[Point] = []
+    for point in sorted(candidates, key=lambda item: (-item.speed, -item.quality)):
+        if not front or point.quality > front[0].quality:
+            front.insert(0, point)
+    return front
 
 
 def speed_range(found: Sequence[Point]) -> Interval:

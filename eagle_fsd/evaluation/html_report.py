@@ -14,8 +14,8 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from eagle_fsd.evaluation.markdown_report import OUTCOMES
-from eagle_fsd.evaluation.tables import footnote, tables
-from eagle_fsd.evaluation.verdict import main_row, method_text, verdict
+from eagle_fsd.evaluation.tables import footnote, method_text, tables
+from eagle_fsd.evaluation.verdict import main_row, verdict
 from eagle_fsd.utils.text import escape_control_chars
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
@@ -35,7 +35,6 @@ def html_text(report: dict[str, Any], folder: Path) -> str:
         reference=report.get("reference", "exact decoding"),
         outcomes=OUTCOMES,
         settings=_settings(report, row),
-        provenance=_provenance(report),
         footnote=footnote(report),
         written=report["written"],
     )
@@ -54,21 +53,6 @@ def _settings(report: dict[str, Any], row: dict[str, Any] | None) -> dict[str, A
         found = {"decoding": method_text(row), **(row.get("settings") or {})}
     found |= report["about"]
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _provenance(report: dict[str, Any]) -> dict[str, Any]:
-    """Return where and with what the answers were decoded, by name."""
-    environment = report["environment"]
-    return {
-        "date": environment["date"],
-        **environment["machine"],
-        "device": report["device"],
-        "dtype": str(report["dtype"]).removeprefix("torch."),
-        "python": environment["python"],
-        **environment["versions"],
-        "revision": environment["revision"] or "unknown",
-        "sessions": len(report["sessions"]),
-    }
 
 
 @cache

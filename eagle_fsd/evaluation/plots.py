@@ -152,10 +152,7 @@ def _draw(report: dict[str, Any], every: Sequence[Point], found: Sequence[Point]
 
 def _draw_front(ax: Any, found: Sequence[Point]) -> None:
     """Draw the Pareto front of the estimates."""
-    best: list[Point] = []
-    for point in reversed(pareto_front(found)):
-        if not best or point.quality > best[0].quality:
-            best.insert(0, point)
+    best = pareto_front(found)
     speeds, qualities = [point.speed for point in best], [point.quality for point in best]
     style = {"color": GRAY, "linewidth": 1.2, "linestyle": ":"}
     ax.step(speeds, qualities, where="pre", label="Pareto front of all methods", **style)

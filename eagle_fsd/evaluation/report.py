@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -22,13 +22,14 @@ from eagle_fsd.evaluation.methods import BASELINES
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.scoring import HARNESS_FILTERS, harness_match, score
 from eagle_fsd.evaluation.statistics import (
-    Mean,
-    Ratio,
+    Estimate,
     confidence_per_test,
     loss_bound,
     mcnemar_p,
+    mean,
     median_and_p95,
     proportion_interval,
+    speed_ratio,
 )
 from eagle_fsd.model.verify import Origin
 
@@ -109,7 +110,7 @@ class Summary:
             return None
         return sum(self.phases.values()) / len(self.accepted)
 
-    def speed_over(self, other: Summary | None) -> Ratio:
+    def speed_over(self, other: Summary | None) -> Estimate:
         """Compare speeds on the questions that both methods answered in the same session.
 
         The questions of a group share one measured time, so groups are the independent
@@ -121,7 +122,7 @@ class Summary:
             if key in theirs and theirs[key][0][0] == group[0]:
                 groups[group] += (own, theirs[key][1:])
         pairs = np.asarray(list(groups.values()), dtype=float).reshape(-1, 2, 2)
-        return Ratio.of_speeds(pairs[:, 0], pairs[:, 1])
+        return speed_ratio(pairs[:, 0], pairs[:, 1])
 
     def as_row(
         self, plain: Summary | None, exact: Summary | None, hf: Summary | None = None
@@ -135,7 +136,6 @@ class Summary:
         origins = Counter(Origin(item).name.lower() for item in self.joined("origins"))
         peaks = [peak or 0 for turns in self.turns for peak in turns["memory"]]
         errors = [error for turns in self.turns for error in turns["errors"]]
-        over_plain, over_exact = self.speed_over(plain), self.speed_over(exact)
         right, scored = sum(self.scores.values()), len(self.scores)
         row: dict[str, Any] = {
             "method": self.name,
@@ -144,10 +144,8 @@ class Summary:
             "tokens": tokens,
             "seconds": seconds,
             "tokens_per_second": tokens / seconds if seconds else None,
-            "speedup": _none_if_nan(over_plain.value),
-            "speedup_interval": over_plain.interval,
-            "speed_over_exact": _none_if_nan(over_exact.value),
-            "speed_over_exact_interval": over_exact.interval,
+            **self.speed_over(plain).as_dict("speedup"),
+            **self.speed_over(exact).as_dict("speed_over_exact"),
             "latency": median_and_p95(waits),
             "cut_off": self.total("cut_off"),
             "tau": sum(accepted) / len(accepted) if accepted else None,
@@ -167,11 +165,11 @@ class Summary:
             "accuracy": right / scored if scored else None,
             "accuracy_interval": proportion_interval(right, scored) if scored else None,
             "scored": scored,
-            **Mean.of(list(self.likelihoods.values())).as_dict("log_likelihood"),
+            **mean(list(self.likelihoods.values())).as_dict("log_likelihood"),
             "regret": regret_summary(self.records),
         }
         if hf is not None:
-            row["speed_over_hf"] = _none_if_nan(self.speed_over(hf).value)
+            row |= self.speed_over(hf).as_dict("speed_over_hf")
         if self.phases is not None:
             own, other = self.seconds_per_step, exact.seconds_per_step if exact else None
             decoding = sum(self.phases.values())
@@ -196,14 +194,9 @@ class Summary:
             found["mcnemar_p"] = mcnemar_p(lost, gained)
         shared = [key for key in exact.likelihoods if key in self.likelihoods]
         if shared:
-            change = Mean.of([self.likelihoods[k] - exact.likelihoods[k] for k in shared])
+            change = mean([self.likelihoods[k] - exact.likelihoods[k] for k in shared])
             found |= change.as_dict("log_likelihood_change")
         return found
-
-
-def _none_if_nan(value: float) -> float | None:
-    """Replace NaN, which JSON cannot express."""
-    return None if math.isnan(value) else value
 
 
 def summarize(
@@ -337,7 +330,7 @@ def summarize_samples(
     means = {key: correct / count for key, correct in right.items()}
     each = count // seeds
     by_seed = [
-        Mean.of([sample[key] for sample in scores[first : first + each] for key in right])
+        mean([sample[key] for sample in scores[first : first + each] for key in right])
         for first in range(0, count, each)
     ]
     sizes = [*(k for k in PASS_AT if k < count), count]
@@ -355,19 +348,19 @@ def summarize_samples(
     }
     if exact is not None:
         theirs = _count_correct(exact)
-        change = Mean.of([means[key] - theirs[key] / count for key in means if key in theirs])
-        if change.count:
-            found |= change.as_dict("accuracy_change")
+        changes = [means[key] - theirs[key] / count for key in means if key in theirs]
+        if changes:
+            found |= mean(changes).as_dict("accuracy_change")
     return found
 
 
-def _mean_share(values: Sequence[float]) -> Mean:
+def _mean_share(values: Sequence[float]) -> Estimate:
     """Return the mean of values in [0, 1], with its interval clipped to that range."""
-    mean = Mean.of(values)
-    if mean.interval is None:
-        return mean
-    low, high = mean.interval
-    return replace(mean, interval=(max(0.0, low), min(1.0, high)))
+    found = mean(values)
+    if found.interval is None:
+        return found
+    low, high = found.interval
+    return Estimate(found.value, (max(0.0, low), min(1.0, high)))
 
 
 def _count_correct(scores: Sequence[SampleScores]) -> dict[int | str, int]:

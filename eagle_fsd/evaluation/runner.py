@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import logging
@@ -65,7 +64,7 @@ from eagle_fsd.evaluation.scoring import score
 from eagle_fsd.evaluation.tables import csv_text
 from eagle_fsd.evaluation.verdict import SKIPPED, main_row
 from eagle_fsd.model.config import PairOptions, Settings, settings_dict
-from eagle_fsd.model.identity import configuration, fingerprint
+from eagle_fsd.model.identity import configuration, fingerprint, json_digest
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.chat_api import Endpoint
 from eagle_fsd.utils.chat_templates import encode_prompt
@@ -165,7 +164,7 @@ class Evaluation(ABC):
         """Read the answers of an earlier run."""
         inputs = self.inputs()
         questions = {
-            question.question_id: _digest([*question.context, *question.turns])
+            question.question_id: json_digest([*question.context, *question.turns])
             for question in self.questions
         }
         for name in self.names:
@@ -327,7 +326,7 @@ class PairEvaluation(Evaluation):
             **super().inputs(),
             "dtype": str(model.target.dtype),
             "device": model.target.device.type,
-            "fingerprint of the chat template": _digest(prompt),
+            "fingerprint of the chat template": json_digest(prompt),
             "fingerprint of the target": fingerprint(model.model),
             "fingerprint of the drafter": fingerprint(model.drafter),
             "configuration of the target": configuration(model.model),
@@ -410,11 +409,7 @@ def evaluate(
     folder, names = request.output_folder("evaluate"), [method.name for method in chosen]
     questions = checked_questions(request, config, progress, names)
     model = load_share(request, settings)
-
-    def draw(report: Report) -> None:
-        draw_figures(report, folder)
-
-    hooks = Hooks(progress, on_report=draw, on_finish=on_report or ignore)
+    hooks = Hooks(progress, on_finish=on_report or ignore)
     return run_evaluation(
         model, questions, chosen, request, config=config, folder=folder, hooks=hooks
     )
@@ -470,6 +465,7 @@ def conduct(
         report["skipped"] = list(skipped)
         evaluation.write(report)
         hooks.on_report(report)
+        draw_figures(report, evaluation.folder)
         evaluation.compare(report)
         evaluation.write(report)
         try:
@@ -545,7 +541,3 @@ def _add_judgments(
             show = f"python -m fastchat.llm_judge.show_result --input-file '{file}'"
             log.warning("the ratings are in %s; tables of them, with pandas: %s", file, show)
     report["judge"] = {"model": endpoint.model, "base_url": endpoint.redacted_url}
-
-
-def _digest(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]

@@ -8,22 +8,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.evaluation.answer_store import Record
+from eagle_fsd.evaluation.answer_store import NO_TURN, Record
 from eagle_fsd.evaluation.answering import Answerer, Conversation, Turn
 from eagle_fsd.evaluation.certificate import (
-    Verdict,
     certificate_of,
     check_sampling,
     check_scores,
     count_unscored_as_wrong,
+    is_certified,
     warn_of_few,
 )
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, ServerOptions
-from eagle_fsd.evaluation.plots import draw_figures
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.report import limit_losses
 from eagle_fsd.evaluation.runner import (
@@ -63,7 +61,7 @@ class ComparedServer:
     """A server to compare, under the name that it has in tables and files."""
 
     name: str
-    endpoint: Endpoint
+    client: ChatClient
     owner: str  # of the model, as the server states it
 
     @classmethod
@@ -75,19 +73,7 @@ class ComparedServer:
         except EndpointError as error:
             url = Endpoint(url, "").redacted_url
             raise ServerError(f"server {name} at {url}: {error}") from error
-        return cls(name, replace(endpoint, timeout=TIMEOUT), owner)
-
-    @cached_property
-    def client(self) -> ChatClient:
-        """A client of the server."""
-        return ChatClient(self.endpoint)
-
-    def failure(self, error: Exception, folder: Path) -> ServerError:
-        """Return the error to raise where a request failed."""
-        return ServerError(
-            f"server {self.name} at {self.endpoint.redacted_url} failed ({error}); the answers so"
-            f" far are in {folder}: run the same command again to resume"
-        )
+        return cls(name, ChatClient(replace(endpoint, timeout=TIMEOUT)), owner)
 
 
 class ServerAnswerer(Answerer[ComparedServer]):
@@ -138,7 +124,11 @@ class ServerAnswerer(Answerer[ComparedServer]):
                 for answer, _ in found:
                     yield answer
         except EndpointError as error:
-            raise method.failure(error, self.session.folder) from error
+            url, folder = method.client.endpoint.redacted_url, self.session.folder
+            raise ServerError(
+                f"server {method.name} at {url} failed ({error}); the answers so far are in"
+                f" {folder}: run the same command again to resume"
+            ) from error
 
     def _turn(self, answer: Conversation, method: ComparedServer) -> Turn:
         """Request the next turn; a prompt that does not fit the context gives one with an error."""
@@ -153,16 +143,16 @@ class ServerAnswerer(Answerer[ComparedServer]):
             )
         except EndpointError as error:
             if error.status == 400 and "context" in str(error):
-                return Turn(error=str(error))
+                return {**NO_TURN, "errors": str(error)}
             raise
-        seconds = time.perf_counter() - begin
-        return Turn(
-            passes=None,
-            text=text.strip(),
-            new_tokens=tokens,
-            seconds=seconds,
-            cut_off=not complete,
-        )
+        return {
+            **NO_TURN,
+            "turns": text.strip(),
+            "idxs": None,
+            "new_tokens": tokens,
+            "latency": time.perf_counter() - begin,
+            "cut_off": not complete,
+        }
 
 
 class ServerEvaluation(Evaluation):
@@ -176,8 +166,8 @@ class ServerEvaluation(Evaluation):
         config: EvaluationConfig,
         folder: Path,
     ) -> None:
-        listed = [f"{item.name}={item.endpoint.redacted_url}" for item in servers]
-        source = {"target": servers[0].endpoint.model, "drafter": None, "servers": listed}
+        listed = [f"{item.name}={item.client.endpoint.redacted_url}" for item in servers]
+        source = {"target": servers[0].client.endpoint.model, "drafter": None, "servers": listed}
         names = [item.name for item in servers]
         super().__init__(names, questions, request, config, folder=folder, source=source)
         self.servers = {item.name: item for item in servers}
@@ -187,7 +177,7 @@ class ServerEvaluation(Evaluation):
     def describe(self, name: str, rows: int = 1) -> dict[str, Any]:
         """See :meth:`Evaluation.describe`; a server may have moved when a run is resumed."""
         server = self.servers[name]
-        return {"method": "server", "model": server.endpoint.model, "engine": server.owner}
+        return {"method": "server", "model": server.client.endpoint.model, "engine": server.owner}
 
     def write(self, report: Report) -> None:
         """Compare the servers by what the report has so far; see :meth:`Evaluation.write`."""
@@ -247,7 +237,6 @@ def evaluate_servers(
         if options.certify is not None:
             row = next(row for row in report["rows"] if row["method"] != evaluation.reference)
             report["certified"] = certify(report, options, row)
-        draw_figures(report, folder)
 
     hooks = Hooks(progress, on_report=extend, on_finish=on_report or ignore)
     return conduct(evaluation, request, hooks)
@@ -256,14 +245,14 @@ def evaluate_servers(
 def certify(report: Report, options: ServerOptions, row: Row) -> str:
     """Write a certificate if the bound on a server's loss is small enough; return the outcome."""
     assert options.certify is not None
-    verdict = Verdict.of(row, options, tests=1)
-    if not verdict.certified:
+    if not is_certified(row, options):
+        limit = points_text(row["against_exact"]["loss_limit"])
         return (
-            f"Not certified: the loss is at most {points_text(verdict.drop / 100)} points, and"
+            f"Not certified: the loss is at most {limit} points, and"
             f" --max-drop is {options.max_drop:g}."
         )
     decoder = options.engine or row["settings"]["engine"] or "unknown"
-    certificate = certificate_of(report, verdict, decoder, options)
+    certificate = certificate_of(report, row, decoder)
     values = json.loads(options.certify.read_text(encoding="utf-8"))
     values["certificate"] = certificate.model_dump()
     atomic_write(options.certify, json.dumps(values, indent=2) + "\n")

@@ -23,27 +23,48 @@ def proportion_interval(right: int, count: int) -> Interval:
 
 
 @dataclass(frozen=True)
-class Mean:
-    """A mean with a 95% confidence interval (Student's t); NaN without values."""
+class Estimate:
+    """A mean or a ratio with a 95% confidence interval; NaN and None with too few values."""
 
-    value: float
-    count: int
-    interval: Interval | None  # None below two values
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Mean:
-        """Compute the mean of a sample."""
-        count = len(values)
-        value = float(np.mean(values)) if count else math.nan
-        if count < 2:
-            return cls(value, count, None)
-        deviation = float(np.std(values, ddof=1))
-        half = float(stats.t.ppf(0.975, count - 1)) * deviation / math.sqrt(count)
-        return cls(value, count, (value - half, value + half))
+    value: float = math.nan
+    interval: Interval | None = None
 
     def as_dict(self, name: str) -> dict[str, Any]:
-        """Return the mean and, as ``{name}_interval``, its interval; None for too few values."""
-        return {name: self.value if self.count else None, f"{name}_interval": self.interval}
+        """Return the value, None for NaN, and its interval as ``{name}_interval``."""
+        value = None if math.isnan(self.value) else self.value
+        return {name: value, f"{name}_interval": self.interval}
+
+    def __str__(self) -> str:
+        """Format a ratio."""
+        if self.interval is None:
+            return f"{self.value:.2f} times"
+        return "{:.2f} times ({:.2f} to {:.2f})".format(self.value, *self.interval)
+
+
+def mean(values: Sequence[float]) -> Estimate:
+    """Estimate a mean from a sample (Student's t)."""
+    if len(values) < 2:
+        return Estimate(float(values[0]) if values else math.nan)
+    value, deviation = float(np.mean(values)), float(np.std(values, ddof=1))
+    half = float(stats.t.ppf(0.975, len(values) - 1)) * deviation / math.sqrt(len(values))
+    return Estimate(value, (value - half, value + half))
+
+
+def speed_ratio(own: np.ndarray, other: np.ndarray) -> Estimate:
+    """Divide speeds, ``[N, 2]`` seconds and tokens of the same N questions (delta method)."""
+    own_sums, other_sums = own.sum(0), other.sum(0)
+    if len(own) == 0 or not own_sums.all() or not other_sums.all():
+        return Estimate()
+    (seconds, tokens), (other_seconds, other_tokens) = own_sums, other_sums
+    value = float(tokens / seconds * other_seconds / other_tokens)
+    if len(own) < 2:
+        return Estimate(value)
+    # The influence of each measurement on the logarithm of the ratio.
+    own_share, other_share = own / own_sums, other / other_sums
+    influence = own_share[:, 1] - own_share[:, 0] - other_share[:, 1] + other_share[:, 0]
+    deviation = float(np.std(influence, ddof=1)) * math.sqrt(len(own))
+    half = float(stats.t.ppf(0.975, len(own) - 1)) * deviation
+    return Estimate(value, (value * math.exp(-half), value * math.exp(half)))
 
 
 def median_and_p95(values: Sequence[float]) -> dict[str, float] | None:
@@ -236,33 +257,3 @@ def mcnemar_p(lost: int, gained: int) -> float:
     """Return the two-sided p-value of McNemar's exact test of two equally accurate methods."""
     total = lost + gained
     return float(stats.binomtest(lost, total).pvalue) if total else 1.0
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A ratio of paired sums, NaN without any, with a 95% interval (delta method)."""
-
-    value: float
-    interval: Interval | None
-
-    def __str__(self) -> str:
-        if self.interval is None:
-            return f"{self.value:.2f} times"
-        return "{:.2f} times ({:.2f} to {:.2f})".format(self.value, *self.interval)
-
-    @classmethod
-    def of_speeds(cls, own: np.ndarray, other: np.ndarray) -> Ratio:
-        """Divide speeds, ``[N, 2]`` seconds and tokens of the same N questions or batches."""
-        own_sums, other_sums = own.sum(0), other.sum(0)
-        if len(own) == 0 or not own_sums.all() or not other_sums.all():
-            return cls(math.nan, None)
-        (seconds, tokens), (other_seconds, other_tokens) = own_sums, other_sums
-        value = float(tokens / seconds * other_seconds / other_tokens)
-        if len(own) < 2:
-            return cls(value, None)
-        # The influence of each measurement on the logarithm of the ratio.
-        own_share, other_share = own / own_sums, other / other_sums
-        influence = own_share[:, 1] - own_share[:, 0] - other_share[:, 1] + other_share[:, 0]
-        deviation = float(np.std(influence, ddof=1)) * math.sqrt(len(own))
-        half = float(stats.t.ppf(0.975, len(own) - 1)) * deviation
-        return cls(value, (value * math.exp(-half), value * math.exp(half)))

@@ -20,7 +20,6 @@ from eagle_fsd.evaluation.methods import (
     given_acceptance,
     rule_methods,
 )
-from eagle_fsd.evaluation.plots import draw_figures
 from eagle_fsd.evaluation.processes import on_first_process
 from eagle_fsd.evaluation.questions.sets import balanced_subset
 from eagle_fsd.evaluation.runner import (
@@ -118,7 +117,6 @@ def sweep(
             if item.rule is None and item.pair_for(model).acceptance == stored
         ]
         report["calibrated"] = own[0] if own else None
-        draw_figures(report, folder)
 
     hooks = Hooks(progress, on_report=extend, on_finish=on_report or ignore)
     measured = [PLAIN, exact, *kept.values()]

@@ -193,6 +193,35 @@ def tree_text(row: Row) -> str:
     return "/".join(str(settings[name]) for name in names) if names[0] in settings else ""
 
 
+def method_text(row: Row) -> str:
+    """Return a method's name with its tree and, for ``fsd``, the settings that are not defaults."""
+    settings = row.get("settings") or {}
+    parts = []
+    if row["method"] == "fsd" and settings.get("method") not in (None, "exact", "server"):
+        if settings["method"] == "fsd":
+            parts.append(f"{settings['divergence']} T={settings['threshold']:g}")
+            if settings["min_ratio"]:
+                parts.append(f"r={settings['min_ratio']:g}")
+            if settings.get("divergence_on", "raw") != "raw":
+                parts.append(f"{settings['divergence_on']} distributions")
+        else:
+            parts.append(settings["method"])
+        if settings.get("fallback", "exact") != "exact":
+            parts.append(f"fallback {settings['fallback']}")
+        selection = settings.get("selection", "longest")
+        if selection == "priced":
+            parts.append(f"price {settings.get('price', 1.0):g}")
+        elif selection != "longest":
+            parts.append(f"selection {selection}")
+        if settings.get("max_fuzzy_nats") is not None:
+            parts.append(f"at most {settings['max_fuzzy_nats']:g} nats")
+        if settings.get("exact_first"):
+            parts.append(f"first {settings['exact_first']} exact")
+    if tree := tree_text(row):
+        parts.append(f"tree {tree}")
+    return f"{row['method']} ({', '.join(parts)})" if parts else str(row["method"])
+
+
 def points_text(loss: float) -> str:
     """Format a bound on a loss, as a fraction, in percentage points, rounded up, at least 0."""
     return f"{math.ceil(10000 * max(0.0, loss)) / 100:.2f}"
@@ -341,17 +370,10 @@ def footnote(report: dict[str, Any]) -> str:
         sentences.append(f"Graded by {about['grader']}.")
     if about["samples"] * about["seeds"] > 1:
         sentences.append("Lost and gained are counted on the first sample of each question.")
-    fsd = next((row["settings"] for row in report["rows"] if row["method"] == "fsd"), None)
-    if fsd is not None and fsd["method"] == "fsd":
-        names = ["divergence", "threshold", "min_ratio", "fallback", "selection", "divergence_on"]
-        names += ["price"] if fsd["selection"] == "priced" else []
-        names += ["max_fuzzy_nats"] if fsd["max_fuzzy_nats"] is not None else []
-        names += ["exact_first"] if "exact_first" in fsd else []
-        sentences.append(f"fsd: {', '.join(f'{name} {fsd[name]}' for name in names)}.")
-    elif fsd is not None and fsd["method"] == "exact":
-        sentences.append("fsd: the threshold is 0, which is exact decoding.")
-    elif fsd is not None:
-        sentences.append(f"fsd: {fsd['method']}.")
+    for row in report["rows"]:
+        if row["method"] == "fsd":
+            exact = row["settings"]["method"] == "exact"
+            sentences.append(f"{method_text(row)}{' is exact decoding' if exact else ''}.")
     if len(report["sessions"]) > 1:
         sentences.append(
             f"The answers come from {len(report['sessions'])} sessions; x compares within a"

@@ -144,10 +144,7 @@ def race_values(race: TreeRace) -> dict[str, Any]:
                 "tokens_per_second": runner.tokens_per_second,
                 "predicted_tokens_per_second": guess.tokens_per_second if guess else None,
                 "prompts": len(runner.timings),
-                "over": {
-                    name: {"value": ratio.value, "interval": ratio.interval}
-                    for name, ratio in ratios.items()
-                },
+                "over": {name: asdict(ratio) for name, ratio in ratios.items()},
             }
         )
     return {"tree": race.tree.model_dump(), "finalists": rows, "predicted": predicted}

@@ -9,7 +9,7 @@ from typing import Any
 from eagle_fsd.evaluation.frontier import comparable_rows, is_faster
 from eagle_fsd.evaluation.methods import BASELINES, EXACT, FSD
 from eagle_fsd.evaluation.statistics import loss_bound
-from eagle_fsd.evaluation.tables import Row, points_text, tree_text
+from eagle_fsd.evaluation.tables import Row, method_text, points_text
 
 #: Losses of accuracy, as fractions, for which :func:`conclusions` names the fastest method.
 MARGINS = (0.01, 0.02)
@@ -120,7 +120,7 @@ def conclusions(report: dict[str, Any], margins: Sequence[float] = MARGINS) -> l
         start = f"Fastest with a loss of accuracy of at most {100 * margin:g} points {proof}:"
         if passed:
             best = max(passed, key=lambda row: row["speed_over_exact"])
-            sentences.append(f"{start} {_describe(best)}.")
+            sentences.append(f"{start} {comparison_text(report, best)}")
         else:
             paired = max(row["against_exact"]["paired"] for row in compared)
             least = points_text(loss_bound(0, 0, paired, report["limit_confidence"]))
@@ -129,18 +129,6 @@ def conclusions(report: dict[str, Any], margins: Sequence[float] = MARGINS) -> l
                 f" at most {least} points."
             )
     return sentences
-
-
-def _describe(row: Row) -> str:
-    """Describe a method by its speed, its measured loss and the bound on its loss."""
-    against = row["against_exact"]
-    plain = f"{row['speedup']:.2f} times plain decoding, " if row["speedup"] else ""
-    return (
-        f"{row['method']}, {plain}{row['speed_over_exact']:.2f} times exact decoding;"
-        f" {100 * against['accuracy_change']:+.1f} points ({against['lost']} lost,"
-        f" {against['gained']} gained of {against['paired']}), and the loss is at most"
-        f" {points_text(against['loss_limit'])} points"
-    )
 
 
 def _is_slower_than_plain(row: Row) -> bool:
@@ -211,32 +199,3 @@ def _quality(report: dict[str, Any], row: Row, reference: str) -> str:
         f"{found['identical']} of {found['answers']} answers are {reference}'s{price}"
         f"{bound}{likelihood}"
     )
-
-
-def method_text(row: Row) -> str:
-    """Return a method's name with its tree and, for ``fsd``, the settings that are not defaults."""
-    settings = row.get("settings") or {}
-    parts = []
-    if row["method"] == FSD.name and settings.get("method") not in (None, "exact", "server"):
-        if settings["method"] == "fsd":
-            parts.append(f"{settings['divergence']} T={settings['threshold']:g}")
-            if settings["min_ratio"]:
-                parts.append(f"r={settings['min_ratio']:g}")
-            if settings.get("divergence_on", "raw") != "raw":
-                parts.append(f"{settings['divergence_on']} distributions")
-        else:
-            parts.append(settings["method"])
-        if settings.get("fallback", "exact") != "exact":
-            parts.append(f"fallback {settings['fallback']}")
-        selection = settings.get("selection", "longest")
-        if selection == "priced":
-            parts.append(f"price {settings.get('price', 1.0):g}")
-        elif selection != "longest":
-            parts.append(f"selection {selection}")
-        if settings.get("max_fuzzy_nats") is not None:
-            parts.append(f"at most {settings['max_fuzzy_nats']:g} nats")
-        if settings.get("exact_first"):
-            parts.append(f"first {settings['exact_first']} exact")
-    if tree := tree_text(row):
-        parts.append(f"tree {tree}")
-    return f"{row['method']} ({', '.join(parts)})" if parts else str(row["method"])

@@ -7,7 +7,6 @@ better trees, because it decodes prompts with the pair.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import itertools
 import json
@@ -21,7 +20,7 @@ from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.levels import LevelDrafter
 from eagle_fsd.model.gguf import cache_folder
-from eagle_fsd.model.identity import fingerprint
+from eagle_fsd.model.identity import fingerprint, json_digest
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.provenance import describe_environment
@@ -152,4 +151,4 @@ def _key(model: EagleFSD) -> str:
     token_ids = drafter.token_ids if isinstance(drafter, LevelDrafter) else None
     size = None if token_ids is None else len(token_ids)
     parts = [fingerprint(model.model), fingerprint(drafter), size, machine, torch.__version__]
-    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]
+    return json_digest(parts)

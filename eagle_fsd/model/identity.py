@@ -82,7 +82,12 @@ def configuration(model: nn.Module | Drafter) -> str:
     tokens = getattr(model, "token_ids", None)
     drafter = [getattr(model, "reads", ()), repr(getattr(model, "flags", None))]
     drafter.append(None if tokens is None else tokens.tolist())
-    text = json.dumps([values, drafter], default=str, sort_keys=True)
+    return json_digest([values, drafter])
+
+
+def json_digest(values: object) -> str:
+    """Hash JSON values, and others by their text, to 16 hexadecimal digits."""
+    text = json.dumps(values, default=str, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

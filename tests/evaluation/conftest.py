@@ -23,8 +23,7 @@ def fresh_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the figures of evaluations, which take longer than a few answers."""
-    for module in ("calibration", "runner", "sweep"):
-        monkeypatch.setattr(f"eagle_fsd.evaluation.{module}.draw_figures", lambda *_: None)
+    monkeypatch.setattr("eagle_fsd.evaluation.runner.draw_figures", lambda *_: None)
 
 
 @pytest.fixture

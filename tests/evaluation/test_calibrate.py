@@ -32,10 +32,11 @@ from eagle_fsd.evaluation.calibration import (
 )
 from eagle_fsd.evaluation.certificate import (
     MAX_TESTS,
-    Verdict,
     check_scores,
     conclude,
     count_unscored_as_wrong,
+    is_certified,
+    outcomes,
     split_questions,
     warn_of_few,
 )
@@ -241,32 +242,35 @@ def test_certificates_err_as_stated() -> None:
 
 
 def test_the_conclusion_states_the_bounds_and_the_confidence_of_each_test() -> None:
-    good, bad = (Verdict.of(row(name, 150, n, 1), BOUNDS, 1) for name, n in (("a", 2), ("b", 12)))
-    assert (good.certified, bad.certified) == (True, False)
-    edge = LossBounds(max_drop=good.drop - 1e-7)  # the stated bound is within the allowed one
-    assert not Verdict.of(good.row, edge, 1).certified
-    assert good.drop < 1.0 < bad.drop
+    def tested(level: float, **lost: int) -> list[Row]:
+        """Return rows with limits of some confidence on their losses."""
+        rows = [row(name, 150, number, 1) for name, number in lost.items()]
+        for item in rows:
+            item["against_exact"]["loss_limit"] = loss_bound(*outcomes(item), level)
+        return rows
+
+    good, bad = tested(0.95, a=2, b=12)
+    limit = good["against_exact"]["loss_limit"]
+    assert (is_certified(good, BOUNDS), is_certified(bad, BOUNDS)) == (True, False)
+    edge = LossBounds(max_drop=100 * limit - 1e-7)  # the stated bound is within the allowed one
+    assert not is_certified(good, edge)
     assert conclude([good], BOUNDS, 1, 9) == (
         "a, 1.50 times exact decoding: on 1000 questions that had no part in its selection, it"
         " lost 2 answers and gained 1, so with 95% confidence it loses at most"
-        f" {points_text(good.drop / 100)} points of accuracy relative to exact decoding."
+        f" {points_text(limit)} points of accuracy relative to exact decoding."
     )
     assert "none of 9 settings" in conclude([], BOUNDS, 0, 9)
-    fast, slow, lossy = (
-        Verdict.of(row(name, 150, lost, 1), BOUNDS, 2)
-        for name, lost in (("fast", 12), ("slow", 2), ("lossy", 20))
-    )
-    assert slow.drop == pytest.approx(100 * loss_bound(2, 1, 1000, 0.975))
+    fast, slow, lossy = tested(0.975, fast=12, slow=2, lossy=20)
     found = conclude([fast, slow], BOUNDS, 2, 9)
     assert found.startswith("slow, 1.50 times exact decoding: on 1000 questions")
     assert "fast was tested before and is not certified: it lost 12 answers and gained 1" in found
     assert "Each of up to 2 tests has a confidence of 97.5%" in found
     found = conclude([fast, lossy], BOUNDS, 2, 9)
     assert found.startswith("Exact decoding: nothing is certified to lose at most 1 point")
-    bound = points_text(fast.drop / 100)
+    bound = points_text(fast["against_exact"]["loss_limit"])
     assert f"gained 1, so it loses at most {bound} points; lossy lost 20" in found
     with pytest.raises(ValueError, match="have no score"):
-        Verdict.of({**row("T=0.1", 120), "against_exact": {}}, BOUNDS, 1)
+        outcomes({**row("T=0.1", 120), "against_exact": {}})
 
 
 # -- questions and folders -------------------------------------------------------------------------
@@ -372,18 +376,17 @@ def test_a_folder_holds_one_calibration(tmp_path: Path) -> None:
     check(20)  # nothing is measured so far
     (folder / "trees.json").touch()
     check(20)
-    words = r"another --count.* output folder, and with --skip or --seed other questions"
-    for arguments, options in (
-        ((40, names), {}),
-        ((20, names[:1]), {}),
-        ((20, names), {"compile": True}),
-        ((20, names), {"grader": "number"}),
+    for arguments, options, words in (
+        ((40, names), {}, "questions or --count"),
+        ((20, names[:1]), {}, "settings to choose from"),
+        ((20, names), {"compile": True}, "--compile"),
+        ((20, names), {"grader": "number"}, "--grader"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=f"other {words}: .* with --skip or --seed other que"):
             check(*arguments, **options)
     agreement = CONFIG.updated(measure="agreement")
-    for config in (agreement, CONFIG):
-        with pytest.raises(ValueError, match="another --compile, --grader, --measure or --sel"):
+    for config, words in ((agreement, "--measure, --select-regret"), (CONFIG, "--select-regret")):
+        with pytest.raises(ValueError, match=f"other {words}: "):
             check(20, config=config, selecting=agreement)
     for changes in ({"batch": 4}, {"temperature": 1.0}, {"answer_batch": 32}):
         with pytest.raises(ValueError, match="other options of decoding"):

@@ -235,9 +235,8 @@ def test_csv_and_footnote_state_the_settings_of_each_row() -> None:
         ["20", "5", "4", "", ""],
         ["16", "8", "2", "0.75", "2.5"],
     ]
-    assert "divergence_on raw, price 0.75, max_fuzzy_nats 2.5." in footnote(report)
-    fuzzy["settings"] |= {"selection": "longest", "max_fuzzy_nats": None}
-    assert "divergence_on raw." in footnote(report)
+    settings = "fsd (js T=0.1, r=0.1, price 0.75, at most 2.5 nats, tree 16/8/2)."
+    assert settings in footnote(report)
 
 
 def test_unclear_replies_of_a_judge_are_reported() -> None:

@@ -50,12 +50,14 @@ def test_conclusions_name_the_fastest_method_within_a_margin() -> None:
     wide, narrow = concluded(*rows, margins=(0.25, 0.1))
     assert wide.startswith(
         "Fastest with a loss of accuracy of at most 25 points (exact paired bound, 95% confidence"
-        " for all 3 settings): c, 3.75 times plain decoding, 1.50 times exact decoding; -10.0"
-        " points (10 lost, 0 gained of 100), and the loss is at most "
+        " for all 3 settings): c (tree 16/8/2) decodes 1.50 times as fast as exact decoding (95%"
+        " interval 1.49 to 1.51) and 3.75 times as fast as plain decoding; of 100 questions it"
+        " loses 10 and gains 0, so with 95% confidence its loss of accuracy is at most "
     )
     bound = points_text(loss_bound(4, 2, 100, 1 - 0.05 / 3))
-    assert ": d, 3.25 times plain decoding" in narrow
-    assert narrow.endswith(f"(4 lost, 2 gained of 100), and the loss is at most {bound} points.")
+    assert ": d (tree 16/8/2) decodes 1.30 times" in narrow
+    assert "of 100 questions it loses 4 and gains 2" in narrow
+    assert narrow.endswith(f"its loss of accuracy is at most {bound} points.")
     assert concluded(EXACT_ROW, margins=(0.25,)) == []
     noisy = {**make_row("noisy", 1.2, 2, 1), "speed_over_exact_interval": [0.9, 1.5]}
     for other in (noisy, make_row("slow", 0.8), make_row("lossy", 1.5, 10)):

@@ -203,7 +203,7 @@ def _has_body(source: str, entry: str) -> bool:
 
 
 def _trim(before: str, code: str, entry: str) -> str:
-    """Append ``code`` to ``before``, without main guards and statements after ``entry``.
+    """Append ``code`` to ``before``, without statements after ``entry``, such as main guards.
 
     Definitions are kept, and values that they use, unless these come from ``entry`` or from an
     input, as in tests and programs. Imports from ``__future__`` are moved to the beginning.
@@ -224,7 +224,7 @@ def _trim(before: str, code: str, entry: str) -> str:
     for index, node in reversed([*enumerate(body)]):
         if isinstance(node, ast.ImportFrom) and node.module == "__future__":
             future.append(node)
-        elif not _is_main_guard(node) and (
+        elif (
             index <= last
             or isinstance(node, _DEFINITIONS)
             or (index in values and (_is_definition(node) or used & _defined_names(node)))
@@ -238,13 +238,6 @@ def _trim(before: str, code: str, entry: str) -> str:
     except (ValueError, RecursionError):
         return before + code
     return f"{imports}\n{before}{rest}\n"
-
-
-def _is_main_guard(node: ast.stmt) -> bool:
-    """Return whether a statement is ``if __name__ == "__main__"``."""
-    return isinstance(node, ast.If) and any(
-        isinstance(item, ast.Name) and item.id == "__name__" for item in ast.walk(node.test)
-    )
 
 
 def _is_definition(node: ast.stmt) -> bool:

@@ -130,15 +130,10 @@ def _validate(question: Question, previous: Collection[int | str]) -> None:
         raise ValueError("a string contains a lone surrogate") from error
 
 
-def _open_text(path: Path, newline: str | None = None) -> IO[str]:
-    """Open a text file, which is decompressed if its name ends in ``.gz``."""
+def _read_text(path: Path, newline: str | None = None) -> str:
+    """Return the text of a file, which is decompressed if its name ends in ``.gz``."""
     opener: Callable[..., IO[str]] = gzip.open if path.suffix == ".gz" else open
-    return opener(path, "rt", encoding="utf-8-sig", newline=newline)
-
-
-def _read_text(path: Path) -> str:
-    """Return the text of a file."""
-    with _open_text(path) as file:
+    with opener(path, "rt", encoding="utf-8-sig", newline=newline) as file:
         return file.read()
 
 
@@ -192,8 +187,7 @@ def _array_values(text: str, path: Path) -> Iterator[tuple[str, Any]]:
 
 def _csv_rows(path: Path) -> Iterator[LocatedRow]:
     """Yield the rows of one CSV file of MMLU."""
-    with _open_text(path, newline="") as file:
-        yield from _mmlu_rows(file, path)
+    yield from _mmlu_rows(io.StringIO(_read_text(path, newline=""), newline=""), path)
 
 
 def _archive_rows(path: Path) -> Iterator[LocatedRow]:

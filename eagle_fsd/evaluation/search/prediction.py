@@ -25,7 +25,6 @@ propose.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import statistics
@@ -48,7 +47,7 @@ from eagle_fsd.model.acceptance import ExactRule
 from eagle_fsd.model.compilation import EAGER_STEPS, using_device
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.ngram import MAX_FOLLOWERS, AdaptiveNGramDrafter
-from eagle_fsd.model.identity import configuration, fingerprint
+from eagle_fsd.model.identity import configuration, fingerprint, json_digest
 from eagle_fsd.model.request import Decision
 from eagle_fsd.model.verify import Verification, VerificationInputs, verify
 from eagle_fsd.utils.files import append_line, read_jsonl, truncate_partial_line
@@ -174,7 +173,7 @@ class LengthRecorder:
             # Without the pair's own trees, which the recorded lengths do not depend on.
             "methods": [replace(method, tree=PLAIN_TREE).describe(model) for method in methods],
         }
-        self.digest = _digest(inputs)
+        self.digest = json_digest(inputs)
         self._known: dict[str, list[list[int]]] = {}
         truncate_partial_line(path)
         if path.exists():
@@ -182,7 +181,7 @@ class LengthRecorder:
 
     def record(self, tree: TreeConfig) -> list[list[int]]:
         """Return how many tokens each target pass with a tree emits: a list per method."""
-        key = _digest([self.digest, tree.model_dump()])
+        key = json_digest([self.digest, tree.model_dump()])
         if key not in self._known:
             pair = self.workload.pair()
             rule = ObservingRule([method.decision_for(pair) for method in self.methods])
@@ -191,10 +190,6 @@ class LengthRecorder:
             self._known[key] = rule.lengths
             append_line(self.path, json.dumps({"key": key, "accepted": rule.lengths}))
         return self._known[key]
-
-
-def _digest(values: object) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 #: Children of each node, ``K``.

@@ -33,7 +33,7 @@ from eagle_fsd.evaluation.search.prediction import (
     step_seconds,
 )
 from eagle_fsd.evaluation.search.workload import Workload
-from eagle_fsd.evaluation.statistics import Ratio, median_and_p95
+from eagle_fsd.evaluation.statistics import Estimate, median_and_p95, speed_ratio
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.progress import Progress, ProgressFactory
@@ -48,7 +48,8 @@ TREES_FILE = "trees.json"
 #: Values of a report's row that are measured separately if answers are decoded in other batches.
 SPEED_FIELDS = (
     *("tokens_per_second", "latency", "speedup", "speedup_interval"),
-    *("speed_over_exact", "speed_over_exact_interval", "speed_over_hf"),
+    *("speed_over_exact", "speed_over_exact_interval"),
+    *("speed_over_hf", "speed_over_hf_interval"),
 )
 
 
@@ -94,11 +95,11 @@ class Runner:
         """Tokens per target pass so far."""
         return sum(count for _, count in self.timings) / self.steps
 
-    def over(self, other: Runner) -> Ratio:
+    def over(self, other: Runner) -> Estimate:
         """Divide the speed by another candidate's, on the prompts that both have answered."""
         shared = min(len(self.timings), len(other.timings))
         own, theirs = (np.asarray(item.timings[:shared], dtype=float) for item in (self, other))
-        return Ratio.of_speeds(own.reshape(-1, 2), theirs.reshape(-1, 2))
+        return speed_ratio(own.reshape(-1, 2), theirs.reshape(-1, 2))
 
 
 def fastest_first(runners: Iterable[Runner]) -> list[Runner]:
@@ -162,15 +163,12 @@ def measure_speeds(
         (exact, *_), others = race_exact(workload, trees, [*methods, PLAIN], advance)
     found = {}
     for runner in (exact, *others):
-        over_exact, over_plain = runner.over(exact), runner.over(others[-1])
         waits = [seconds for seconds, _ in runner.timings]  # for a group of prompts
         found[runner.method.name] = {
             "tokens_per_second": runner.tokens_per_second,
             "latency": median_and_p95(waits) if workload.config.batch == 1 else None,
-            "speedup": over_plain.value,
-            "speedup_interval": over_plain.interval,
-            "speed_over_exact": over_exact.value,
-            "speed_over_exact_interval": None if runner is exact else over_exact.interval,
+            **runner.over(others[-1]).as_dict("speedup"),
+            **runner.over(exact).as_dict("speed_over_exact"),
         }
     return exact.method, found
 
