@@ -271,9 +271,10 @@ class PairAnswerer(Answerer[Method]):
         sampling = self.config.sampling(seed=seed)
         limit = min(room, self.config.max_new_tokens)
         decoder = "ar" if method.decoder == "hf" else method.decoder
-        return pair.request(
+        request = pair.request(
             prompt, limit, sampling=sampling, rule=rule, method=decoder, **self.ends
         )
+        return replace(request, key=seed) if method.decoder == "hf" else request
 
     def _next_prompt(self, answer: Conversation) -> Tensor | None:
         """Ask the next turn, and return its prompt, ``[S]``; None after the last turn.

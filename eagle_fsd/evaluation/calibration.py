@@ -77,7 +77,6 @@ from eagle_fsd.evaluation.search.search import (
 from eagle_fsd.evaluation.search.workload import Workload
 from eagle_fsd.evaluation.selection import (
     Setting,
-    add_rows,
     candidate_methods,
     check_accuracy,
     choose_tests,
@@ -150,8 +149,9 @@ class Task:
         folder: str = "",
         on_report: Callable[[Report], None] = ignore,
         selects: bool = False,
+        first: int | None = None,
     ) -> Report | None:
-        """Answer questions with methods; in a subfolder, without judge and baseline."""
+        """Answer the first questions with methods; in a subfolder, without judge and baseline."""
         request, config = self.selecting if selects else (self.request, self.config)
         # Answers are decoded without compilation, which only speeds depend on.
         unused: dict[str, Any] = {"compile": False}
@@ -165,6 +165,7 @@ class Task:
             config=config.updated(batch=config.answer_batch),
             folder=self.folder / folder,
             hooks=Hooks(self.progress, on_report=on_report),
+            first=first,
         )
 
 
@@ -306,14 +307,13 @@ def select(task: Task) -> None:
     )
     trees = engine_plan(trees, task.engine)
     exact = replace(EXACT, tree=trees.exact)
-    plan, start = plan_settings(trees, task.methods), 0
-    for number, (end, kept) in enumerate(ROUNDS, 1):
-        part, start = task.used[start:end], end or 0
-        if not part or (number > 1 and not plan):
+    plan, answered = plan_settings(trees, task.methods), 0
+    for end, kept in ROUNDS:
+        if answered and (not plan or answered >= len(task.used)):
             break
-        methods = [exact, *(item.method for item in plan)]
-        report = task.answer(part, methods, f"round-{number}", selects=True)
-        add_rows(task.rows, report["rows"] if report is not None else [])
+        methods, answered = [exact, *(item.method for item in plan)], end or len(task.used)
+        report = task.answer(task.used, methods, "selection", selects=True, first=end)
+        task.rows |= {row["method"]: row for row in (report["rows"] if report is not None else [])}
 
         def drop(plan: list[Setting] = plan, kept: int = kept) -> list[Setting]:
             check_accuracy(task.rows[EXACT.name], task.bounds.max_drop)
@@ -503,7 +503,9 @@ def check_folder(task: Task) -> None:
         atomic_write(file, json.dumps(plan) + "\n")
         return
     before = json.loads(file.read_text(encoding="utf-8"))
-    if changed := [name for name, value in plan.items() if before.get(name) != value]:
+    if before.keys() != plan.keys():
+        raise ValueError(f"{folder} holds a calibration of another version: {OTHER_QUESTIONS}")
+    if changed := [name for name, value in plan.items() if before[name] != value]:
         names = ", ".join(changed)
         raise ValueError(f"{folder} holds a calibration with other {names}: {OTHER_QUESTIONS}")
 

@@ -15,10 +15,12 @@ The fields are those of the row in the question file, and always ``question_id``
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
-import runpy
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from eagle_fsd.evaluation.questions.question import Question, ScoredBy
@@ -122,13 +124,19 @@ def load_function(name: str) -> GraderFunction:
     source, _, attribute = name.rpartition(":")
     try:
         if source.endswith(".py"):
-            names = runpy.run_path(source)
+            # Registered by this name: pickle, dataclasses and type hints look up their module.
+            spec = importlib.util.spec_from_file_location(f"grader_{Path(source).stem}", source)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
         else:
-            names = vars(importlib.import_module(source))
+            module = importlib.import_module(source)
     except Exception as error:
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise OptionsError(f"--grader: cannot import {source!r} ({reason})") from error
-    function = names.get(attribute)
+    function = getattr(module, attribute, None)
     if not callable(function):
         raise OptionsError(f"--grader: {source} has no function {attribute!r}")
     return function  # type: ignore[no-any-return]

@@ -99,6 +99,8 @@ class Evaluation(ABC):
     reference = EXACT.name
     #: Tree and acceptance options of the run.
     settings: Mapping[str, Any] = {}
+    #: Number of questions to answer so far, the first ones; None: all.
+    first: int | None = None
 
     def __init__(
         self,
@@ -132,7 +134,7 @@ class Evaluation(ABC):
     @property
     def share(self) -> list[Question]:
         """The questions that this process answers."""
-        return self.questions[self.process :: self.processes]
+        return self.questions[: self.first][self.process :: self.processes]
 
     @property
     def scored(self) -> bool:
@@ -188,8 +190,12 @@ class Evaluation(ABC):
         answerer.run(self.share, progress)
 
     def merge(self) -> dict[str, list[Record]]:
-        """Merge the answers of all processes."""
-        return {name: store.merge() for name, store in self.stores.items()}
+        """Merge the answers of all processes, and return those to the first questions."""
+        asked = {question.question_id for question in self.questions[: self.first]}
+        return {
+            name: [record for record in store.merge() if record["question_id"] in asked]
+            for name, store in self.stores.items()
+        }
 
     def report(self, progress: Progress = ignore) -> Report:
         """Score the answers and summarize them in a row per method."""
@@ -222,7 +228,7 @@ class Evaluation(ABC):
             "settings": dict(self.settings),
             **newest,
             "sessions": sessions,
-            "questions": len(self.questions),
+            "questions": len(self.questions[: self.first]),
             "unscored": self._unscored(),
             **limit_losses(rows),
             "rows": rows,
@@ -424,10 +430,12 @@ def run_evaluation(
     config: EvaluationConfig,
     folder: Path,
     hooks: Hooks,
+    first: int | None = None,
 ) -> Report | None:
     """Run an evaluation in ``folder``; see :func:`evaluate` for what it returns and raises.
 
-    The pair and the questions are those given, whatever the request names.
+    The pair and the questions are those given, whatever the request names. ``first`` is the number
+    of questions to answer now; a later run in the same folder may answer more of them.
     """
     if isinstance(config, BenchConfig) and config.repeats > 1 and model.drafter.learns:
         raise OptionsError(
@@ -442,6 +450,7 @@ def run_evaluation(
     baseline = baseline_methods(model, request.assistant) if request.baseline else []
     compared = find_methods([*baseline, *decoded])
     evaluation = PairEvaluation(model, questions, compared, request, config=config, folder=folder)
+    evaluation.first = first
     return conduct(evaluation, request, hooks, skipped)
 
 

@@ -128,27 +128,6 @@ def plan_settings(plan: TreePlan, methods: Sequence[Method]) -> list[Setting]:
     return sorted(found.values(), key=lambda item: -item.speed)
 
 
-def add_rows(rows: dict[str, Row], new: Sequence[Row]) -> None:
-    """Add the rows of a report on further questions to the results so far, by method."""
-    counts = ("answers", "scored", "tokens", "cut_off")
-    for row in new:
-        old = rows.get(row["method"])
-        kept = ("method", "settings", *counts, "tau", "accuracy", "against_exact")
-        merged = {name: row[name] for name in kept if name in row}
-        if old is not None:
-            merged |= {name: old[name] + row[name] for name in counts}
-            passes = sum(item["tokens"] / item["tau"] for item in (old, row) if item["tau"])
-            merged["tau"] = merged["tokens"] / passes if passes else None
-            right = sum((item["accuracy"] or 0.0) * item["scored"] for item in (old, row))
-            merged["accuracy"] = right / max(1, merged["scored"])
-            if "lost" in row.get("against_exact", {}):
-                merged["against_exact"] = {
-                    name: old["against_exact"][name] + row["against_exact"][name]
-                    for name in ("lost", "gained", "paired")
-                }
-        rows[row["method"]] = merged
-
-
 def check_accuracy(exact: Row, max_drop: float) -> None:
     """Raise a ValueError if too few of exact decoding's answers are right to bound a loss."""
     if not exact["tokens"]:

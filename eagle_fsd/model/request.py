@@ -296,11 +296,14 @@ class Answer:
         self.length = 0  # tokens in the target's cache
         self.root = 0  # the last token, which is not in the cache
         self.rule_state: Tensor | None = None  # after the last step that was read; None: fresh
+        self._ids = request.ids  # what `ids` returned last
 
     @property
     def ids(self) -> Tensor:
         """The prompt as the caller passed it, padding included, and the new tokens."""
-        return torch.cat([self.request.ids, self.request.ids.new_tensor(self.tokens)])
+        if new := self.tokens[len(self._ids) - len(self.request.ids) :]:
+            self._ids = torch.cat([self._ids, self._ids.new_tensor(new)])
+        return self._ids
 
     @property
     def prefix(self) -> Prefix:

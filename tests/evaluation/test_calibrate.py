@@ -59,7 +59,6 @@ from eagle_fsd.evaluation.search.workload import Workload
 from eagle_fsd.evaluation.selection import (
     CALIBRATED_RULES,
     Setting,
-    add_rows,
     candidate_methods,
     chance,
     check_accuracy,
@@ -155,19 +154,6 @@ def test_settings_with_the_largest_expected_gain_remain() -> None:
     trees = {"a_chain": 0, "b_chain": 2, "a_bushy": 0, "b_bushy": 0}
     assert kept(4, 1.0, 100, **trees) == ["a-chain", "b-bushy"]
     assert kept(4, 5.0, 50, equal=True, a=0, b=0, c=1) == ["a", "c"]
-
-
-def test_rows_of_several_rounds_are_added_up() -> None:
-    """Tau is the number of all tokens divided by that of all target passes."""
-    rows: dict[str, Row] = {}
-    for tokens, tau, accuracy in ((300, 3.0, 0.5), (200, 4.0, 1.0)):
-        add_rows(rows, [{**row("a", 150, 2), "tokens": tokens, "tau": tau, "accuracy": accuracy}])
-    found = rows["a"]
-    assert found["tau"] == pytest.approx(500 / (100 + 50))
-    assert (found["tokens"], found["scored"], found["accuracy"]) == (500, 2000, 0.75)
-    assert found["answers"] == 2000
-    assert "accuracy_interval" not in found  # it would be that of the last round
-    assert found["against_exact"] == {"lost": 4, "gained": 0, "paired": 2000}
 
 
 def tree_plan(**trees: Sequence[tuple[TreeConfig, float]]) -> TreePlan:
@@ -448,10 +434,11 @@ class Machine:
         config: object,
         folder: Path,
         hooks: Hooks,
+        first: int | None,
     ) -> dict[str, Any]:
         names = [method.name for method in compared]
         self.answered.append((names, bool(request.compile)))
-        in_round = folder.name.startswith("round-")
+        in_round = folder.name == "selection"
         rows = [
             make_row(name, 1, lost=3 if in_round else self.lost.get(name, 1))
             | {"tokens": 100 + at, "speed_over_hf": 2.0}  # no two decode the same

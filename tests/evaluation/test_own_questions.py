@@ -190,6 +190,11 @@ def unscored(answer, question):
 def fields(answer, question):
     return sorted(question) == ["answer", "category", "level", "prompt", "question_id", "turns"]
 
+def pickled(answer, question):
+    import pickle
+
+    return pickle.loads(pickle.dumps(contains)) is contains
+
 def half(answer, question):
     return 0.5
 
@@ -221,6 +226,7 @@ def test_a_grader_function_gets_the_answer_and_the_row(tmp_path: Path) -> None:
     assert [score(first, text) for text in ("It is LIMA", "Rome", "")] == [True, False, False]
     assert [score(item, "") for item in questions("unscored")] == [True, None]
     assert score(questions("fields")[0], "") is True
+    assert score(questions("pickled")[0], "") is True  # as for a pool of processes
     # In published formats, too; an "id", a "category" and an "answer" are those of any row.
     for row in (
         {"turns": ["p", "q"], "question_id": "my-7", "answer": 4},
