@@ -5,7 +5,7 @@
 #
 # The tests of decoding on CUDA run first, then the benchmarks, the most important ones first. Every
 # part has a limit, and the parts together have one; a benchmark that is stopped leaves the results
-# that it has, marked as incomplete. The last part takes the time that the others left.
+# that it has, marked as incomplete.
 #
 # JSON and Markdown files go to benchmarks/results, or to the folder that --out names. Options
 # are passed to every benchmark: --out, --device, --dtype, --threads and --quick. PYTHON names the
@@ -36,14 +36,11 @@ COMMON=(--device cuda "$@")
 LLAMA=(--shape llama-3.1-8b --tree 60/6/10 --context 1024)
 TESTS=(-m pytest -q --noconftest -p no:cacheprovider tests/model/test_cuda.py)
 TORCHDYNAMO_DISABLE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 part tests 75 "${TESTS[@]}"
-part step 65 benchmarks/step.py "${LLAMA[@]}" --sampled "${COMMON[@]}"
+part step 65 benchmarks/step.py "${LLAMA[@]}" "${COMMON[@]}"
 part step-compiled 145 benchmarks/step.py "${LLAMA[@]}" --compile "${COMMON[@]}"
 part shapes 80 benchmarks/shapes.py "${COMMON[@]}"
 part operations 45 benchmarks/operations.py "${COMMON[@]}"
 part compare 40 benchmarks/compare.py --count 4 --trial 1 "${COMMON[@]}"
 part batches 40 benchmarks/batches.py --count 32 "${COMMON[@]}"
-LEFT=$((LIMIT - SECONDS))
-# Starting takes some seconds, and so does the last point.
-part growth "$LEFT" benchmarks/shapes.py --growth --seconds "$((LEFT - 30))" "${COMMON[@]}"
 echo "== finished after $SECONDS s"
 exit $FAILED

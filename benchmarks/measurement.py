@@ -34,7 +34,6 @@ from eagle_fsd import AcceptanceConfig, EagleFSD, TreeConfig
 from eagle_fsd.bundled.problems import Message, chat_messages, problems
 from eagle_fsd.evaluation.tables import markdown
 from eagle_fsd.model.acceptance import rule_for
-from eagle_fsd.model.config import SamplingConfig
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.generation import Generation
 from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs
@@ -45,12 +44,8 @@ T = TypeVar("T")
 
 RESULTS = Path(__file__).parent / "results"
 PLAIN, EXACT, FSD = "plain", "exact", "FSD"
-#: Name of a method with :data:`SAMPLING`.
-SAMPLED = "{}, sampled"
 #: FSD's options where a pair brings none.
 FSD_ACCEPTANCE = AcceptanceConfig(threshold=0.05, min_ratio=0.3)
-GREEDY = SamplingConfig()
-SAMPLING = SamplingConfig(temperature=1.0, top_p=0.9, seed=0)
 #: Phases of a step in tables; all others are summed up as "rest".
 SHOWN_PHASES = ("draft", "target", "verify")
 
@@ -144,16 +139,14 @@ class ForcedAcceptance(AcceptanceRule):
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to decode.
+    """A way to decode greedily.
 
     ``acceptance``: Acceptance options, which also select the pair's tree; None for plain decoding.
-    ``sampling``: Sampling options; default: greedy.
     """
 
     name: str
     model: EagleFSD
     acceptance: AcceptanceConfig | None = None
-    sampling: SamplingConfig = GREEDY
 
     @property
     def tree(self) -> TreeConfig | None:
@@ -163,24 +156,18 @@ class Contender:
     def options(self) -> dict[str, Any]:
         """Return keyword arguments of :meth:`EagleFSD.generate`."""
         if self.acceptance is None:
-            return {"method": "ar", "sampling": self.sampling}
-        return {"acceptance": self.acceptance, "sampling": self.sampling}
+            return {"method": "ar"}
+        return {"acceptance": self.acceptance}
 
 
-def contenders(model: EagleFSD, sampled: bool = False) -> list[Contender]:
+def contenders(model: EagleFSD) -> list[Contender]:
     """Return plain decoding, exact verification and FSD with the same models."""
     fsd = FSD_ACCEPTANCE if model.acceptance.lossless else model.acceptance
-    found = [
+    return [
         Contender(PLAIN, model),
         Contender(EXACT, model, AcceptanceConfig()),
         Contender(FSD, model, fsd),
     ]
-    if sampled:
-        found += [
-            Contender(SAMPLED.format(item.name), model, item.acceptance, SAMPLING)
-            for item in found[1:]
-        ]
-    return found
 
 
 @dataclass(frozen=True)

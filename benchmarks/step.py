@@ -16,15 +16,12 @@ pair with random weights is timed under forced acceptance, see ``shapes.py``.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from measurement import (
-    EXACT,
-    FSD,
     QUICK,
-    SAMPLED,
     Table,
     Timing,
     add_phases,
@@ -64,7 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--accepted", type=int, default=3, help="with --shape: tokens to accept")
     parser.add_argument("--context", type=int, help="tokens before the first step; default: 256")
     parser.add_argument("--rows", type=int, default=1, help="rows in the batch; default: 1")
-    parser.add_argument("--sampled", action="store_true", help="also at temperature 1, top-p 0.9")
     options = parse(parser, arguments)
     context = options.context or (32 if options.quick else 256)
     timing = Timing() if options.shape else Timing(blocks=16)
@@ -84,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ids = problem_prompt(model, options.rows, context)
         accepted = None
     model.compile = options.compile
-    ways = contenders(model, options.sampled)
+    ways = contenders(model)
     name = options.shape or "bundled pair"
 
     def results() -> list[dict[str, Any]]:
@@ -110,34 +106,15 @@ def _save(
         f'Trees: {trees}; building them is part of "draft". Context {context}, batch'
         f" {options.rows}; copy bandwidth {bandwidth / 1e9:.0f} GB/s."
     )
-    if finished:
-        note += _phases_note(rows)
-    table = Table(f"One step, {name}", COLUMNS, rows, note)
-    file = f"step-{options.shape or 'bundled'}{'-compiled' if options.compile else ''}"
-    save_report(options, file, [table], finished=finished)
-
-
-def _phases_note(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Describe where the phases are from, and how verification differs between methods."""
-    note, by_name = "", {row["method"]: row for row in rows}
-    if any(row["captured"] for row in rows):
+    if finished and any(row["captured"] for row in rows):
         whole = ", ".join(f"{row['method']} {row['phased_ms']:.2f} ms" for row in rows)
         note += (
             " Steps are replayed as CUDA graphs; draft, target, verify and rest are the parts of"
             f" steps that run without them: {whole}."
         )
-    exact, fsd = by_name[EXACT], by_name[FSD]
-    sampled = by_name.get(SAMPLED.format(EXACT))
-    if sampled is not None:
-        added = [(row["verify_ms"] - exact["verify_ms"]) for row in (fsd, sampled)]
-        shares = [value / exact["target_ms"] for value in added]
-        note += (
-            f" In parts of the target's pass, FSD adds {shares[0]:.1%} to exact verification, and"
-            f" sampling {shares[1]:.1%}. Relative to exact decoding, a whole step of FSD takes"
-            f" {fsd['step_ms'] / exact['step_ms']:.3f} times as long, and a sampled one"
-            f" {sampled['step_ms'] / exact['step_ms']:.3f} times."
-        )
-    return note
+    table = Table(f"One step, {name}", COLUMNS, rows, note)
+    file = f"step-{options.shape or 'bundled'}{'-compiled' if options.compile else ''}"
+    save_report(options, file, [table], finished=finished)
 
 
 def problem_prompt(model: EagleFSD, rows: int, length: int) -> Tensor:

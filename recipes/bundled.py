@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd.bundled import BUNDLED
+from eagle_fsd.evaluation.tables import markdown
 from eagle_fsd.model.config import SETTINGS_FILE
 from eagle_fsd.train.chat_file import write_chats
 from eagle_fsd.train.config import TrainConfig, TrainRequest
+from eagle_fsd.train.record import read_record
 from eagle_fsd.train.training_folder import TrainingFolder
-from recipes.compare_heads import compare_heads
 from recipes.draft_model import CARD, CHAIN_OPTIONS, DraftModelConfig, train_draft_model
-from recipes.measure import measure
+from recipes.measure import describe_versions, measure
 from recipes.publish import describe_measurement, describe_tree, train_and_save, write_card
 from recipes.target import TargetConfig, train_target
 
@@ -44,8 +45,10 @@ HEADS = {
         unroll=5,
     ),
 }
-#: Number of unseen problems that the pair is measured on.
-CARD_PROBLEMS = 500
+#: Numbers of unseen problems that the pair is measured on, and its heads are compared on.
+CARD_PROBLEMS, COMPARED_PROBLEMS = 500, 200
+#: Trees that the heads are compared with: total_tokens, depth and top_k. The last one is a chain.
+TREES = ((16, 8, 2), (60, 6, 10), (10, 8, 1))
 
 
 def main() -> None:
@@ -98,7 +101,7 @@ def write_cards(out: Path) -> None:
     results = _format_results(measure(target, head, CARD_PROBLEMS, methods))
     write_card(target, _TARGET_CARD, results, HEAD_CHATS)
     write_card(head, _HEAD_CARD, results, HEAD_CHATS)
-    write_card(out / "eagle3", _EAGLE3_CARD, compare_heads(out), HEAD_CHATS)
+    write_card(out / "eagle3", _EAGLE3_CARD, _compare_heads(out), HEAD_CHATS)
     draft = out / "draft_model"
     rows = measure(target, draft, CARD_PROBLEMS, methods, *CHAIN_OPTIONS)
     write_card(draft, CARD, _format_results(rows), HEAD_CHATS)
@@ -116,6 +119,25 @@ def _format_results(rows: dict[str, dict[str, Any]]) -> str:
         "|---|---|---|---|\n"
         f"| exact | {describe_tree(exact)} | {exact['accuracy']:.1%} | {exact['tau']:.2f} |\n"
         f"| {shown} | {describe_tree(fuzzy)} | {fuzzy['accuracy']:.1%} | {fuzzy['tau']:.2f} |"
+    )
+
+
+def _compare_heads(out: Path) -> str:
+    """Measure tau of exact decoding with both heads; return a Markdown table by tree."""
+    heads = {"EAGLE-2": out / "head", "EAGLE-3": out / "eagle3"}
+    rows = []
+    for tree in TREES:
+        total_tokens, depth, top_k = tree
+        options = ("--total-tokens", total_tokens, "--depth", depth, "--tree-top-k", top_k)
+        rows.append(["/".join(map(str, tree))])
+        for head in heads.values():
+            found = measure(out / "target", head, COMPARED_PROBLEMS, ("exact",), *options)
+            rows[-1].append(f"{found['exact']['tau']:.2f}")
+    tokens = [f"{read_record(head)['tokens'] / 1e6:.2f} M" for head in heads.values()]
+    return (
+        f"Tau of exact decoding on {COMPARED_PROBLEMS} unseen problems, greedy, float32, by tree"
+        f" (total_tokens/depth/top_k), {describe_versions()}:\n\n"
+        f"{markdown(['tree', *heads], [*rows, ['training tokens', *tokens]])}"
     )
 
 

@@ -392,7 +392,7 @@ class Recipe:
         ]
         measured = {(row["head"], row["about"]) for row in rows}
         stored = FeatureStore(self.work / "features")
-        total = sum(stored.size(index) for index in range(len(stored)))
+        total = sum(stored.sizes)
         sizes = (*(size for size in self.scale.curve if size < total), None)
         for stage, about in product(CONFIGS, sizes):
             if (stage, about) in measured:

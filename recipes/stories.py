@@ -1,17 +1,12 @@
 """Train a draft head for a base model of short stories, such as karpathy's TinyStories models.
 
-``python -m recipes.stories --target TARGET --out runs/stories``
-
-The target writes its own training text: it continues generated openings.
-``benchmarks/revisions.py`` measures with the model of 260 k parameters (five layers, 512 tokens).
-An interrupted run resumes.
+The target writes its own training text: it continues generated openings. ``benchmarks/revisions.py
+--stories TARGET`` trains a head for the model of 260 k parameters (five layers, 512 tokens).
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import logging
 import random
 from pathlib import Path
 
@@ -33,8 +28,6 @@ _ADJECTIVES = ("little", "big", "happy", "kind", "brave", "shy", "funny", "sad")
 _CHARACTERS = ("girl", "boy", "cat", "dog", "bird", "bear", "rabbit", "mouse")
 _NAMES = ("Lily", "Tim", "Mia", "Max", "Sue", "Ben", "Anna", "Tom", "Lucy", "Sam")
 _CONFIG = TrainConfig(max_length=512, batch_size=16)
-
-log = logging.getLogger(__name__)
 
 
 def openings() -> list[str]:
@@ -59,18 +52,4 @@ def train_stories_head(
     )
     resume = TrainingFolder(folder).exists
     request = TrainRequest(data=stories, out=folder, resume=resume, **options)
-    train(request, config, on_metrics=lambda metrics: log.info("%s", metrics))
-
-
-def main() -> None:
-    """Train the head that the command line selects."""
-    parser = argparse.ArgumentParser(description="Train a head for a model of short stories.")
-    parser.add_argument("--target", type=Path, required=True, help="folder of the target")
-    parser.add_argument("--out", type=Path, default=Path("runs/stories"), help="folder to write")
-    options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    train_stories_head(options.target, options.out)
-
-
-if __name__ == "__main__":
-    main()
+    train(request, config)

@@ -63,8 +63,9 @@ class RecordError(ValueError):
 class ChatFile(Sequence[Chat]):
     """The valid chats of a file, JSON Lines or one JSON array; raises ValueError if there are none.
 
-    Counts skipped records by reason, and those whose chat ends before a malformed turn.
-    ``progress`` is called with the bytes read and the size of the file.
+    Counts skipped records by reason, and those whose chat ends before a malformed turn. ``sizes``
+    are the chats' bytes, which estimate their lengths, and ``lines`` the lines that they start on,
+    from 1. ``progress`` is called with the bytes read and the size of the file.
     """
 
     def __init__(self, path: str | Path, progress: Progress | None = None) -> None:
@@ -73,7 +74,7 @@ class ChatFile(Sequence[Chat]):
         self.skip_reasons: Counter[str] = Counter()
         self.shorten_reasons: Counter[str] = Counter()
         self.skipped_records: list[str] = []
-        self._offsets, self._sizes, self._lines = array("Q"), array("Q"), array("Q")
+        self._offsets, self.sizes, self.lines = array("Q"), array("Q"), array("Q")
         self._file: BinaryIO | None = None
         total, reported = self.path.stat().st_size, 0
         with self.path.open("rb") as file:
@@ -89,8 +90,8 @@ class ChatFile(Sequence[Chat]):
                     if problem is not None:
                         self.shorten_reasons[problem.reason] += 1
                     self._offsets.append(offset)
-                    self._sizes.append(len(text))
-                    self._lines.append(line)
+                    self.sizes.append(len(text))
+                    self.lines.append(line)
                 if progress is not None and offset - reported >= REPORT_BYTES:
                     reported = offset
                     progress(offset, total)
@@ -106,7 +107,7 @@ class ChatFile(Sequence[Chat]):
         if (file := self._file) is None:
             file = self._file = self.path.open("rb")
         # Worker processes share the file's position, which this does not use.
-        text = os.pread(file.fileno(), self._sizes[index], self._offsets[index])
+        text = os.pread(file.fileno(), self.sizes[index], self._offsets[index])
         chat, _ = parse_chat(text)
         return chat
 
@@ -136,14 +137,6 @@ class ChatFile(Sequence[Chat]):
         if self.skipped:
             parts.append(f"first skipped: {', '.join(self.skipped_records[:3])}")
         return "; ".join(parts) or None
-
-    def size(self, index: int) -> int:
-        """Return a chat's size in bytes, which estimates its length without reading it."""
-        return self._sizes[index]
-
-    def line(self, index: int) -> int:
-        """Return the line that a chat starts on, counted from 1."""
-        return self._lines[index]
 
 
 def write_chats(path: Path, count: int = 3000, seed: int = 3) -> Path:

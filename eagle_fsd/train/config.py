@@ -70,8 +70,8 @@ class TrainConfig(Options):
     The defaults are EAGLE's (arXiv 2401.15077, appendix, and the authors' training script), except
     that the learning rate is scaled to the hidden size, long training texts are read in fewer
     epochs, the half-width of the noise is 0.1 for every chat, gradients are clipped by their norm,
-    and ``fc`` has no bias. The divergence loss is an addition; it increased the accepted length in
-    ``recipes/compare_losses.py``. With ``head_type="eagle3"``, the options in
+    and ``fc`` has no bias. The divergence loss is an addition; it increased the accepted length
+    (``docs/results.md``). With ``head_type="eagle3"``, the options in
     :data:`EAGLE3_DEFAULTS` have those defaults (``eagle/traineagle3`` in the authors' repository).
     """
 

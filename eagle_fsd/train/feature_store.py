@@ -61,9 +61,9 @@ def estimate_bytes(data: ChatDataset, feature_size: int) -> int:
 class FeatureStore(Dataset[Example]):
     """Stored features, one example per chat in the order of the chat file.
 
-    In an incomplete store, chats may be missing between others. Raises ValueError if the folder
-    holds no features, or features with another ``fingerprint``: that of
-    :meth:`LoadedTarget.fingerprint` with ``states``.
+    ``sizes`` are the chats' numbers of tokens. In an incomplete store, chats may be missing between
+    others. Raises ValueError if the folder holds no features, or features with another
+    ``fingerprint``: that of :meth:`LoadedTarget.fingerprint` with ``states``.
     """
 
     def __init__(self, folder: str | Path, fingerprint: dict[str, Any] | None = None) -> None:
@@ -86,6 +86,7 @@ class FeatureStore(Dataset[Example]):
                 for number, shard in enumerate(self.shards)
                 for start, tokens, truncated in shard["chats"]
             ]
+            self.sizes = [tokens for _, _, tokens, _ in self._locations]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is not an index of features: {error}") from error
         if fingerprint is not None:
@@ -132,10 +133,6 @@ class FeatureStore(Dataset[Example]):
                 f"{self.folder} holds the hidden states {stored}, without {sorted(missing)}"
             )
         self._states = [stored.index(state) for state in states]
-
-    def size(self, index: int) -> int:
-        """Return the number of tokens of a chat."""
-        return self._locations[index][2]
 
     def _open_shard(self, number: int) -> Any:
         if number not in self._open_shards:

@@ -113,7 +113,7 @@ class Rewriting:
                 reply = yield turn
             if not (text := reply.text.strip()):
                 reason = reply.error or "the reply is empty"
-                self.rejections.append(f"line {self.chats.line(index)}: {reason}")
+                self.rejections.append(f"line {self.chats.lines[index]}: {reason}")
                 break
             messages.append({"role": "assistant", "content": text})
         return {"index": index, "messages": messages}

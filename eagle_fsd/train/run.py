@@ -122,7 +122,7 @@ def train(
         raise OptionsError(f"{request.data} changed while the processes were reading it")
     chats, _ = split_validation(len(data), config.validation, config.seed)
     check_contribution(data, chats, config.seed)
-    sizes = [data.size(index) for index in chats]  # in tokens, or in bytes
+    sizes = [data.sizes[index] for index in chats]  # in tokens, or in bytes
     if loaded is not None:
         sizes = [min(size // BYTES_PER_TOKEN, length) for size in sizes]
     read = sum(sizes)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, send_to_device
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -129,7 +129,7 @@ class Trainer:
         self.chats, self.held_out = split_validation(len(data), config.validation, config.seed)
         self.packed: list[list[int]] = []
         if config.tokens_per_batch is None:
-            self.sizes = [data.size(index) for index in self.chats]
+            self.sizes = [data.sizes[index] for index in self.chats]
         else:
             self.sizes = self._measure_lengths(progress)
             self.packed = pack_batches(self.chats, self.sizes, config.tokens_per_batch, config.seed)
@@ -256,7 +256,8 @@ class Trainer:
         try:
             for epoch, batch in group:
                 with accelerator.accumulate(self.losses):
-                    losses = self._compute_losses(epoch, batch.to(accelerator.device))
+                    batch = send_to_device(batch, accelerator.device, non_blocking=True)
+                    losses = self._compute_losses(epoch, batch)
                     accelerator.backward(losses["loss"] * scale)
                     if accelerator.sync_gradients:
                         # A tensor; DeepSpeed returns a float, or None before its first step.
@@ -338,7 +339,7 @@ class Trainer:
     def _measure_lengths(self, progress: ProgressFactory) -> list[int]:
         """Return the number of tokens of each training chat; processes share the encoding."""
         if isinstance(self.data, FeatureStore):
-            return [self.data.size(index) for index in self.chats]
+            return [self.data.sizes[index] for index in self.chats]
         accelerator = self.accelerator
         part = slice(accelerator.process_index, None, accelerator.num_processes)
         own: list[int] = []

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -28,7 +29,7 @@ def validation_losses(losses: HeadLosses, batches: Iterable[TrainingBatch]) -> d
     sums: dict[str, float] = {}
     positions = 0
     for cpu_batch in batches:
-        batch = cpu_batch.to(losses.head.device)
+        batch = send_to_device(cpu_batch, losses.head.device, non_blocking=True)
         for name, value in losses(**loss_inputs(losses.head, batch)).items():
             sums[name] = sums.get(name, 0.0) + float(value)
         positions += int(batch.loss_mask.sum())

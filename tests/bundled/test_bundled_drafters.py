@@ -21,10 +21,9 @@ from eagle_fsd.model.drafters.layer_detection import detect_layers, sample_texts
 from eagle_fsd.train.config import TrainConfig
 from eagle_fsd.train.record import read_record
 from recipes import bundled
-from recipes.compare_heads import TREES
 from recipes.draft_model import DraftModelConfig, build_draft_model, train_draft_model
 
-BUSHY = TreeConfig(**dict(zip(("total_tokens", "depth", "top_k"), TREES[0], strict=True)))
+BUSHY = TreeConfig(**dict(zip(("total_tokens", "depth", "top_k"), bundled.TREES[0], strict=True)))
 CHAIN = TreeConfig(total_tokens=7, depth=5, top_k=1)
 
 

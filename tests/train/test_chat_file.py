@@ -93,10 +93,10 @@ def test_any_file_is_read(
     path.write_bytes(content)
     file = ChatFile(path)
     assert list(file) == chats
-    assert [file.line(index) for index in range(len(file))] == lines
+    assert list(file.lines) == lines
     assert (file.skipped, file.shorten_reasons, file.skipped_records) == (0, {}, [])
     assert file[len(file) // 2] == chats[len(file) // 2]
-    assert 0 < sum(file.size(index) for index in range(len(file))) <= len(content)
+    assert 0 < sum(file.sizes) <= len(content)
 
 
 def test_layouts_and_loose_ends() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import send_to_device
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
@@ -117,10 +118,9 @@ def test_collate_pads_on_the_right(monkeypatch: pytest.MonkeyPatch) -> None:
     assert batch.features.dtype == torch.bfloat16
     assert torch.equal(batch.features[0], features)
     assert torch.equal(batch.features[1], torch.cat([features[:3], torch.zeros(2, 2)]))
-    moved = batch.to(torch.device("meta"))
+    moved = send_to_device(batch, torch.device("meta"))
     assert all(item.is_meta for item in (moved.ids, moved.assistant_mask, moved.features))
     assert (moved.indices, moved.lengths, batch.ids.is_meta) == ([5, 2], [5, 3], False)
-    # DataLoader pins an object only if it has a method for that.
     pinned: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda item: pinned.append(item) or item)
     assert pin_memory(batch) == batch

@@ -94,7 +94,7 @@ def test_stored_features_equal_computed_ones(store: FeatureStore, source: Source
         stored, fresh = store[index], source.chats[index]
         assert same_example(stored, fresh)
         assert stored.features.dtype == torch.bfloat16
-        assert store.size(index) == len(stored.ids) == len(stored.features)
+        assert store.sizes[index] == len(stored.ids) == len(stored.features)
         features = compute_features(source.target, torch.tensor([fresh.ids]))[0]
         torch.testing.assert_close(stored.features.float(), features, rtol=2**-7, atol=1e-4)
     assert 0 < sum(store[index].truncated for index in range(COUNT)) < COUNT
@@ -118,7 +118,7 @@ def test_larger_parts_of_a_store_contain_smaller_ones(store: FeatureStore, tmp_p
     """The learning curve of SmolLM2's heads is measured on such parts."""
     shutil.copytree(store.folder, tmp_path / "features")
     recipe = Recipe(tmp_path, tmp_path, tmp_path, Scale())
-    tokens = sum(store.size(index) for index in range(COUNT))
+    tokens = sum(store.sizes)
     whole = {tuple(item.ids): item.features for item in map(store.__getitem__, range(COUNT))}
     previous: set[tuple[int, ...]] = set()
     for about in (tokens // 8, tokens // 2, tokens):
