@@ -87,8 +87,8 @@ class APIThread(ServerThread):
         **limits: Any,
     ) -> None:
         bounds, template = Limits(**limits), load_chat_template(model.tokenizer)
-        self.backend = LocalBackend(model, template, bounds, NAME)
-        app = Guard(api_app(self.backend, [NAME]), access, bounds.max_body, api_error)
+        self.backend = LocalBackend(model, template, bounds, [NAME])
+        app = Guard(api_app(self.backend), access, bounds.max_body, api_error)
         super().__init__(app, queue=self.backend.queue, shutdown_timeout=shutdown_timeout)
 
     def client(self, key: str = "none") -> openai.OpenAI:

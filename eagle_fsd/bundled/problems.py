@@ -164,18 +164,17 @@ _NEXT = "[Then|Next,|After that,|Now|From there,|In the next step,]"
 _THEN = "[Then|Next,|After that,|Later|Soon after,|A little later,|The next day]"
 
 
-# Opening steps set the quantity. Every step returns the number of equations it adds to the answer.
-def _start_plain(story: _Story) -> int:
+# Opening steps set the quantity.
+def _start_plain(story: _Story) -> None:
     story.quantity = story.draw("n", 5, 60)
     story.tell(
         "[{name} has {n} {things} {setting}|{setting}, {name} has {n} {things}|"
         "{name} starts with {n} {things} {setting}|there are {n} {things} that {name} keeps"
         " {setting}]."
     )
-    return 0
 
 
-def _start_boxes(story: _Story) -> int:
+def _start_boxes(story: _Story) -> None:
     a, b = story.draw("a", 2, 12), story.draw("b", 2, 12)
     story.tell(
         "[{name} {buys} {a} {boxes} of {things} {setting}, with {b} {things} in each {box}|"
@@ -184,10 +183,9 @@ def _start_boxes(story: _Story) -> int:
     )
     reason = "[{name} has|there are|we count|{he} has] {a} {boxes} [of|with] {b} [{things}|each]"
     story.quantity = story.work(reason, a, "*", b)
-    return 1
 
 
-def _start_two_days(story: _Story) -> int:
+def _start_two_days(story: _Story) -> None:
     a, b = story.draw("a", 4, 60), story.draw("b", 4, 60)
     story.tell(
         "[{setting}, {name} {buys} {a} {things} on [Monday|Friday] and {b} {things} on"
@@ -196,11 +194,10 @@ def _start_two_days(story: _Story) -> int:
     )
     reason = "[we add|{name} {buys}|we count|there are] [both {a} and {b}|{a} and {b}]"
     story.quantity = story.work(reason, a, "+", b)
-    return 1
 
 
-# Middle steps change the quantity, or return 0 if its value does not permit them.
-def _gain(story: _Story) -> int:
+# Middle steps change the quantity, unless its value does not permit them.
+def _gain(story: _Story) -> None:
     k = story.draw("k", 2, min(60, max(2, MAX_RESULT - story.quantity)))
     story.tell(
         f"{_THEN} [{{name}}|{{he}}] [gets {{k}} more|finds {{k}} more|receives {{k}} more|"
@@ -208,12 +205,11 @@ def _gain(story: _Story) -> int:
     )
     reason = "[{name}|{he}] [gets|finds|receives|adds] {k} [more|extra|new] [{things}|]"
     story.quantity = story.work(reason, story.quantity, "+", k)
-    return 1
 
 
-def _lose(story: _Story) -> int:
+def _lose(story: _Story) -> None:
     if story.quantity < 6:
-        return 0
+        return
     k = story.draw("k", 2, min(60, story.quantity - 2))
     story.tell(
         f"{_THEN} [{{name}}|{{he}}] [gives {{k}} {{things}} to {{friend}}|loses {{k}} {{things}}|"
@@ -221,16 +217,15 @@ def _lose(story: _Story) -> int:
     )
     reason = "[{name}|{he}] [gives away|loses|hands over|parts with] {k} [{things}|of them|]"
     story.quantity = story.work(reason, story.quantity, "-", k)
-    return 1
 
 
 _TIMES = {2: "twice", 3: "three times", 4: "four times"}
 
 
-def _multiply(story: _Story) -> int:
+def _multiply(story: _Story) -> None:
     fits = [k for k in _TIMES if story.quantity * k <= MAX_RESULT]
     if not fits:
-        return 0
+        return
     k = story.rng.choice(fits)
     story.tell(
         f"{_THEN} [{{name}}|{{he}}] [works hard and has|is lucky and ends up with|trades until"
@@ -238,13 +233,12 @@ def _multiply(story: _Story) -> int:
     )
     reason = f"[{{name}}|{{he}}] [now has|reaches|gets to|counts] {_TIMES[k]} as many [{{things}}|]"
     story.quantity = story.work(reason, story.quantity, "*", k)
-    return 1
 
 
-def _share(story: _Story) -> int:
+def _share(story: _Story) -> None:
     fits = [k for k in range(2, 10) if story.quantity % k == 0 and story.quantity // k >= 2]
     if not fits:
-        return 0
+        return
     story.fields["k"] = k = story.rng.choice(fits)
     story.tell(
         f"{_THEN} [{{name}}|{{he}}] [splits the {{things}} equally into {{k}} {{boxes}} and keeps"
@@ -253,13 +247,12 @@ def _share(story: _Story) -> int:
     )
     reason = "[{name}|{he}] [splits|shares|divides] [them|the {things}|everything] [by|in|into] {k}"
     story.quantity = story.work(reason, story.quantity, "/", k)
-    return 1
 
 
-def _gain_boxes(story: _Story) -> int:
+def _gain_boxes(story: _Story) -> None:
     a, b = story.draw("a", 2, 9), story.draw("b", 2, 9)
     if story.quantity + a * b > MAX_RESULT:
-        return 0
+        return
     story.tell(
         f"{_THEN} [{{name}}|{{he}}] [{{buys}}|gets] {{a}} more {{boxes}} [of|with] {{b}} {{things}}"
         " each."
@@ -268,24 +261,22 @@ def _gain_boxes(story: _Story) -> int:
     more = story.work(reason, a, "*", b)
     reason = "[we|{name} can|we can] [add|include|count] [them|these|the new ones] [too|as well|]"
     story.quantity = story.work(reason, story.quantity, "+", more)
-    return 2
 
 
 # Closing steps turn the quantity into the result and ask for it. A step that does not fit adds no
 # sentence to the question.
-def _close_count(story: _Story) -> int:
+def _close_count(story: _Story) -> None:
     story.tell(
         "[How many {things} does {name} have [now|in the end|at the end]|"
         "How many {things} [are there|are left] in the end|"
         "What is the number of {things} that {name} has [now|in the end]]?"
     )
-    return 0
 
 
-def _close_sell(story: _Story) -> int:
+def _close_sell(story: _Story) -> None:
     fits = [p for p in range(2, 10) if story.quantity * p <= MAX_RESULT]
     if not fits:
-        return 0
+        return
     story.fields["p"] = price = story.rng.choice(fits)
     story.tell(
         "[{name} sells all the {things} for {p} dollars each|"
@@ -298,15 +289,14 @@ def _close_sell(story: _Story) -> int:
     story.fields["unit"] = "dollars"
     reason = "[{name}|{he}] [sells|trades] [them|each one|everything] [at|for] {p} dollars"
     story.quantity = story.work(reason, story.quantity, "*", price)
-    return 1
 
 
-def _close_together(story: _Story) -> int:
+def _close_together(story: _Story) -> None:
     k = story.draw("k", 2, 30)
     more = story.rng.random() < 0.5 or story.quantity <= k + 1
     other = story.quantity + k if more else story.quantity - k
     if story.quantity + other > MAX_RESULT:
-        return 0
+        return
     word = "more" if more else "fewer"
     story.tell(
         f"[{{friend}} has|At that time {{friend}} has] {{k}} {word} {{things}} than {{name}}."
@@ -321,10 +311,9 @@ def _close_together(story: _Story) -> int:
         "[we|we can|now we] [add|join|put together] [both|the two|their] [parts|numbers|amounts]"
     )
     story.quantity = story.work(reason, story.quantity, "+", other)
-    return 2
 
 
-_Step = Callable[[_Story], int]
+_Step = Callable[[_Story], None]
 _STARTS: list[_Step] = [_start_plain, _start_boxes, _start_boxes, _start_two_days]
 _MIDDLES: list[_Step] = [_gain, _gain, _lose, _lose, _lose, _multiply, _share, _share, _gain_boxes]
 _CLOSES: list[_Step] = [_close_count, _close_count, _close_count, _close_sell, _close_together]
@@ -344,18 +333,19 @@ def generate_problem(rng: random.Random, people: Sequence[_Fields] | None = None
     while True:
         story = _Story(rng, people)
         wanted = rng.randint(MIN_STEPS, MAX_STEPS)
-        steps = rng.choice(_STARTS)(story)
+        rng.choice(_STARTS)(story)
         close = rng.choice(_CLOSES)
         reserved = _CLOSE_EQUATIONS[close]
         for _ in range(20):
+            steps = len(story.answer)  # a sentence for each equation
             if steps >= wanted - reserved:
                 break
             step = rng.choice(_MIDDLES)
-            if step is _gain_boxes and steps + 2 > wanted - reserved:
-                continue
-            steps += step(story)
+            if step is not _gain_boxes or steps + 2 <= wanted - reserved:
+                step(story)
         before = len(story.question)
-        steps += close(story)
+        close(story)
+        steps = len(story.answer)
         if steps != wanted or len(story.question) == before or story.quantity > MAX_RESULT:
             continue
         story.fields["n"] = story.quantity

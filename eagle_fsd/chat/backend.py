@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 
 from eagle_fsd.chat.config import Limits
-from eagle_fsd.chat.decode_queue import DecodeQueue, DecodingError, JobUpdate, QueueFullError
-from eagle_fsd.chat.request_body import RequestError
+from eagle_fsd.chat.decode_queue import DecodeQueue, DecodingError, JobUpdate
+from eagle_fsd.chat.request_body import RequestError, UnansweredError
 from eagle_fsd.chat.requests import default_acceptance, read_acceptance, read_request
 from eagle_fsd.chat.session import (
     AnswerRequest,
@@ -67,17 +67,17 @@ class FairThread:
 
 
 class LocalBackend:
-    """A pair in this process.
+    """A pair in this process, under one or several names.
 
     One thread tokenizes prompts, because a long one takes seconds, in which answers must continue
     to stream; another compiles grammars, of which some take as long, while prompts are tokenized.
     """
 
     def __init__(
-        self, model: EagleFSD, chat_template: ChatTemplate, limits: Limits, name: str
+        self, model: EagleFSD, chat_template: ChatTemplate, limits: Limits, names: Sequence[str]
     ) -> None:
         self.model, self.chat_template = model, chat_template
-        self.limits, self.name = limits, name
+        self.limits, self.names = limits, names
         self.default_acceptance = default_acceptance(model, limits)
         self.queue = DecodeQueue(model, limits)
         self.reader, self.compiler = FairThread("read"), FairThread("compile")
@@ -121,13 +121,9 @@ class LocalBackend:
         finished = self.queue.metrics.request_finished
         try:
             yield
-        except RequestError:
-            finished("refused", {})
-            raise
-        except QueueFullError:
-            finished("queue_full", {})
-            raise
-        except DecodingError:
+        except UnansweredError as error:
+            if not isinstance(error, DecodingError):
+                finished("refused" if isinstance(error, RequestError) else "queue_full", {})
             raise
         except Exception as error:  # from a tokenizer, a chat template or a pass over a text
             log.exception("a request failed")

@@ -5,7 +5,9 @@ Imports neither torch nor transformers, so that the command line can be parsed w
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated, Any
+
+from pydantic import FailFast, Field
 
 from eagle_fsd.model.config import SamplingConfig
 from eagle_fsd.utils.options import Options
@@ -35,6 +37,32 @@ class AnswerOptions(SamplingConfig):
         ge=-2.0,
         le=2.0,
         description="Subtracted from a token's logit for each of its occurrences in the answer.",
+    )
+
+
+class RequestOptions(AnswerOptions):
+    """Further options of a request for an answer."""
+
+    min_tokens: int = Field(
+        default=0, ge=0, description="Minimum number of tokens before a token may end the answer."
+    )
+    ignore_eos: bool = Field(
+        default=False,
+        description="Whether only ``stop`` and ``stop_token_ids`` end the answer early, not the"
+        " model's end-of-sequence tokens nor what the chat template adds.",
+    )
+    stop: list[str] = Field(default=[], description="Strings that end the answer.")
+    stop_token_ids: Annotated[list[int], FailFast()] = Field(
+        default=[], description="Tokens that end the answer."
+    )
+    logit_bias: dict[int, float] = Field(
+        default={}, description="Numbers in [-100, 100] to add to the logits of tokens."
+    )
+    fsd: dict[str, Any] = Field(
+        default={}, description="Acceptance options that override the server's."
+    )
+    lossless: bool = Field(
+        default=False, description="Decode losslessly, whatever the server's default."
     )
 
 

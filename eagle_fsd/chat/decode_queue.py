@@ -15,13 +15,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from eagle_fsd.chat.config import Limits
-from eagle_fsd.chat.request_body import RequestError
+from eagle_fsd.chat.request_body import RequestError, UnansweredError
 from eagle_fsd.chat.serve.metrics import Outcome, ServerMetrics
 from eagle_fsd.chat.session import AnswerRequest, ChatAnswer
 from eagle_fsd.chat.text import Piece
@@ -39,22 +37,29 @@ MAX_FAILURES = 3
 STOPPED = "decoding has stopped; the server's log says why"
 #: Work for the decoding thread; its argument returns whether the call was cancelled.
 Work = Callable[[Callable[[], bool]], Any]
+Task = TypeVar("Task")
 
 
-class QueueFullError(RuntimeError):
+class QueueFullError(UnansweredError):
     """The request queue is full or closed."""
+
+    status, code = 429, 42903
 
 
 class ClosedError(QueueFullError):
     """The server is shutting down, or decoding has stopped."""
 
+    status = 503
 
-class DecodingError(RuntimeError):
-    """Decoding failed; the message may be shown to the client."""
+
+class DecodingError(UnansweredError):
+    """Decoding failed."""
 
 
 class AbortedError(DecodingError):
     """The server stopped, or decoding stalled, before the answer was complete."""
+
+    status = 503
 
 
 @dataclass(frozen=True)
@@ -72,36 +77,35 @@ class JobUpdate:
         return "".join(piece.text for piece in self.pieces)
 
 
-class Job:
-    """A request that is waiting or being decoded, and the event loop that reads its updates."""
+class Job(Generic[Task]):
+    """A request for an answer, or other work that needs the model, in the queue or in progress.
 
-    def __init__(self, request: AnswerRequest, loop: asyncio.AbstractEventLoop) -> None:
-        self.request, self._loop = request, loop
-        self._updates: asyncio.Queue[JobUpdate | Exception | None] = asyncio.Queue()
+    The event loop in which it is submitted reads its updates.
+    """
+
+    def __init__(self, client: str, task: Task) -> None:
+        self.client, self.task = client, task
+        self._loop = asyncio.get_running_loop()
+        self._updates: asyncio.Queue[Any] = asyncio.Queue()
         self.cancelled = False
         self.outcome: Outcome = "cancelled"  # if it is cancelled
         self.submitted = time.monotonic()
 
-    @property
-    def client(self) -> str:
-        """Identifies the client."""
-        return self.request.client
-
     def cancel(self) -> None:
-        """Cancel the request."""
+        """Cancel the job."""
         self.cancelled = True
 
     def fail(self, error: Exception) -> None:
-        """Cancel the request with an error."""
+        """Cancel the job with an error."""
         self.outcome = "failed"
         self.publish(error)
         self.cancel()
 
-    async def updates(self) -> AsyncGenerator[JobUpdate, None]:
-        """Iterate over the updates of the answer; closing the iterator cancels the job.
+    async def updates(self) -> AsyncGenerator[Any, None]:
+        """Iterate over the updates of the answer, or the result of other work.
 
-        Raises DecodingError, QueueFullError if another request took the job's place, or
-        RequestError if the request's own options leave no token.
+        Closing the iterator cancels the job. Raises DecodingError, QueueFullError if another
+        request took the job's place, or RequestError if the request's own options leave no token.
         """
         try:
             while True:
@@ -114,43 +118,19 @@ class Job:
         finally:
             self.cancel()
 
-    def publish(self, update: JobUpdate | Exception | None) -> None:
-        """Send an update, an error, or None at the end, from the decoding thread."""
+    def publish(self, update: Any) -> None:
+        """Send an update, a result, an error, or None at the end, from the decoding thread."""
         try:
             self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
         except RuntimeError:  # the loop is closed
             self.cancel()
 
 
-@dataclass(eq=False)
-class Call:
-    """Other work that needs the model and waits in the same queue."""
-
-    work: Work
-    client: str
-    result: Future[Any] = field(default_factory=Future)
-    submitted: float = field(default_factory=time.monotonic)
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether the result is no longer needed."""
-        return self.result.done()
-
-    def cancel(self) -> None:
-        """Cancel the call."""
-        self.result.cancel()
-
-    def fail(self, error: Exception) -> None:
-        """Cancel the call with an error."""
-        with contextlib.suppress(InvalidStateError):
-            self.result.set_exception(error)
-
-
 @dataclass
 class _Row:
     """A job that is being decoded, and when its first tokens had been decoded."""
 
-    job: Job
+    job: Job[AnswerRequest]
     answer: ChatAnswer
     began: float = 0.0
     first_tokens: int = 0
@@ -178,9 +158,9 @@ class DecodeQueue:
         self.max_waiting, self.max_batch = limits.queue, limits.max_batch
         self.stall_timeout = limits.stall_timeout
         self._changed = threading.Condition()
-        self._waiting: list[Job] = []
-        self._calls: list[Call] = []
-        self._active: set[Job | Call] = set()  # taken from these lists and not finished
+        self._waiting: list[Job[AnswerRequest]] = []
+        self._calls: list[Job[Any]] = []  # their tasks are Work
+        self._active: set[Job[Any]] = set()  # taken from these lists and not finished
         self._started: dict[str, float] = {}  # when clients' last requests started
         self._closed = self._draining = False
         self._working_since: float | None = None  # when the current step or call began
@@ -224,9 +204,9 @@ class DecodeQueue:
         began = self._working_since
         return began is not None and time.monotonic() - began > self.stall_timeout
 
-    def submit(self, request: AnswerRequest) -> Job:
+    def submit(self, request: AnswerRequest) -> Job[AnswerRequest]:
         """Add a request, in the event loop that will read its updates; raises QueueFullError."""
-        job = Job(request, asyncio.get_running_loop())
+        job = Job(request.client, request)
         with self._changed:
             if self._closed or not request.admitted:
                 self._admit(job.client)
@@ -237,19 +217,19 @@ class DecodeQueue:
     async def call(self, work: Work, client: str = "", admitted: bool = False) -> Any:
         """Do other work in the decoding thread between two steps, and return its result.
 
-        The argument of ``work`` returns whether the call was cancelled. Raises QueueFullError,
-        unless the work is ``admitted`` because it continues a request.
+        The argument of ``work`` returns whether the call was cancelled; the result is not None.
+        Raises QueueFullError, unless the work is ``admitted`` because it continues a request.
         """
-        call = Call(work, client)
+        call = Job(client, work)
         with self._changed:
             if self._closed or not admitted:
                 self._admit(client)
             self._calls.append(call)
             self._changed.notify()
-        try:
-            return await asyncio.wrap_future(call.result)
-        finally:
-            call.cancel()
+        async with contextlib.aclosing(call.updates()) as results:
+            async for result in results:
+                return result
+        raise ClosedError("the server is shutting down")
 
     def check_room(self, client: str) -> None:
         """Raise QueueFullError if a client's next request would be refused."""
@@ -268,27 +248,24 @@ class DecodeQueue:
     def abort(self, message: str) -> None:
         """End all requests with an AbortedError."""
         with self._changed:
-            for item in self._present():
-                if not item.cancelled:
-                    if isinstance(item, Call):  # jobs are counted when they are removed
-                        self.metrics.request_finished("failed", {})
-                    item.fail(AbortedError(message))
+            for job in self._present():
+                if not job.cancelled:
+                    job.fail(AbortedError(message))
 
     def close(self, timeout: float = 5.0) -> None:
         """Cancel all requests, and wait up to ``timeout`` seconds for the current step to end."""
         with self._changed:
             self._closed = True
-            for item in (*self._waiting, *self._calls, *self._active):
-                item.cancel()
+            for job in (*self._waiting, *self._calls, *self._active):
+                job.cancel()
             self._changed.notify()
         self._thread.join(timeout)
 
-    def _queued(self) -> list[Job | Call]:
+    def _queued(self) -> list[Job[Any]]:
         """List the requests that are waiting."""
-        items: list[Job | Call] = [*self._waiting, *self._calls]
-        return [item for item in items if not item.cancelled]
+        return [job for job in (*self._waiting, *self._calls) if not job.cancelled]
 
-    def _present(self) -> list[Job | Call]:
+    def _present(self) -> list[Job[Any]]:
         """List the requests that are waiting or being decoded."""
         return [*self._queued(), *self._active]
 
@@ -296,7 +273,7 @@ class DecodeQueue:
         # The first requests in the queue are about to start while there are free rows.
         return len(self._present()) >= self.max_waiting + self.max_batch
 
-    def _replaceable(self, client: str) -> Job | Call | None:
+    def _replaceable(self, client: str) -> Job[Any] | None:
         """Return the waiting request to drop for a client that would still have fewer, if any."""
         counts = Counter(item.client for item in self._present())
         newest = max(
@@ -313,10 +290,11 @@ class DecodeQueue:
             item.fail(QueueFullError(message))
             # Its caller counts a job that was replaced, and _drop_cancelled would count it again.
             self._waiting = [job for job in self._waiting if job is not item]
+            self._calls = [call for call in self._calls if call is not item]
 
     def _drop_cancelled(self) -> None:
         """Remove requests that were cancelled while they waited."""
-        for job in self._waiting:
+        for job in (*self._waiting, *self._calls):
             if job.cancelled:
                 self.metrics.request_finished(job.outcome, {})
                 job.publish(None)
@@ -352,7 +330,7 @@ class DecodeQueue:
         while self._batch.free and (job := self._next_job()) is not None:
             self._start(job)
 
-    def _next_job(self) -> Job | None:
+    def _next_job(self) -> Job[AnswerRequest] | None:
         """Take the next request from the queue; None if there is none."""
         with self._changed:
             self._drop_cancelled()
@@ -377,19 +355,20 @@ class DecodeQueue:
             self._active.add(call)
         self._working_since = time.monotonic()
         try:
-            publish = partial(call.result.set_result, call.work(call.result.done))
+            result = call.task(lambda: call.cancelled)
         except Exception as error:  # reported to the caller; the queue continues
-            publish = partial(call.result.set_exception, error)
+            result = error
         self._working_since = None
         self._release(call)
-        with contextlib.suppress(InvalidStateError):  # the call was cancelled
-            publish()  # only now, so that a client that sees the end can submit again
+        if call.cancelled:
+            self.metrics.request_finished(call.outcome, {})
+        call.publish(result)  # only now, so that a client that sees the end can submit again
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: Job[AnswerRequest]) -> None:
         """Add a request to the batch."""
-        self.metrics.request_started(time.monotonic() - job.submitted)
+        self.metrics.wait_seconds.observe(time.monotonic() - job.submitted)
         try:
-            answer = ChatAnswer(self.model, job.request)
+            answer = ChatAnswer(self.model, job.task)
             self._rows[answer.join(self._batch)] = _Row(job, answer)
         except Exception as error:  # any error: other requests continue
             log.exception("a request failed")
@@ -412,8 +391,7 @@ class DecodeQueue:
         finally:
             self._working_since = None
         if found:
-            seconds, tokens = time.monotonic() - began, sum(len(chunk.tokens) for _, chunk in found)
-            self.metrics.step_finished(seconds, len(found), tokens)
+            self.metrics.step_seconds.observe(time.monotonic() - began)
         for answer, chunk in found:
             self._publish(answer, chunk)
 
@@ -447,7 +425,7 @@ class DecodeQueue:
             return
         if not row.first_tokens:
             row.began, row.first_tokens = time.monotonic(), answer.new_tokens
-            self.metrics.answer_began(row.began - job.submitted)
+            self.metrics.first_token_seconds.observe(row.began - job.submitted)
         if job.cancelled:
             return
         stats, usage = answer.stats(), answer.usage()
@@ -476,12 +454,12 @@ class DecodeQueue:
         self._batch.cancel(decoded)
         del self._rows[decoded]
 
-    def _fail(self, job: Job, error: Exception) -> None:
+    def _fail(self, job: Job[AnswerRequest], error: Exception) -> None:
         """End a request that failed."""
         self._release(job)
         self.metrics.request_finished("failed", {})
         job.publish(DecodingError(f"decoding failed: {one_line(error)}"))
 
-    def _release(self, item: Job | Call) -> None:
+    def _release(self, job: Job[Any]) -> None:
         with self._changed:
-            self._active.remove(item)
+            self._active.remove(job)

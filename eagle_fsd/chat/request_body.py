@@ -1,41 +1,40 @@
-"""Read request bodies within bounds on size, time and nesting."""
+"""Parse request bodies within bounds on values and nesting; errors of requests."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-from collections.abc import AsyncIterable
 from typing import Any
 
 #: Maximum depth of nested lists and objects.
 MAX_NESTING = 32
-#: Maximum number of seconds that a client may take to send a request body.
-BODY_TIMEOUT = 30.0
 #: Maximum number of characters in an error message, which may quote the request.
 MAX_ERROR_LENGTH = 500
 
 
-class RequestError(ValueError):
+class UnansweredError(Exception):
+    """Why a request is not answered; the message may be shown to the client.
+
+    ``status`` is that of the API's response, ``code`` one of ``fastchat.constants.ErrorCode``, and
+    ``param`` the invalid parameter of OpenAI's API, if known.
+    """
+
+    status, code = 500, 50001
+    param: str | None = None
+
+
+class RequestError(UnansweredError):
     """The request is invalid or asks for something unsupported.
 
-    The message is truncated by :func:`shorten`; ``code`` is one of
-    ``fastchat.constants.ErrorCode``, and ``param`` the invalid parameter of OpenAI's API, if known.
+    The message is truncated by :func:`shorten`.
     """
 
     INVALID, OUT_OF_RANGE, CONTEXT = 40001, 40302, 40303
+    status = 400
 
     def __init__(self, message: str, code: int = OUT_OF_RANGE, param: str | None = None) -> None:
         super().__init__(shorten(message))
         self.code, self.param = code, param
-
-
-class RefusedError(Exception):
-    """The request is refused with an HTTP status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 def shorten(message: str) -> str:
@@ -43,31 +42,6 @@ def shorten(message: str) -> str:
     if len(message) <= MAX_ERROR_LENGTH:
         return message
     return f"{message[: MAX_ERROR_LENGTH - 4]} ..."
-
-
-async def read_body(chunks: AsyncIterable[bytes], content_length: str, limit: int) -> bytes:
-    """Collect a request body of at most ``limit`` bytes, within :data:`BODY_TIMEOUT` seconds.
-
-    Nothing is read if the Content-Length header (or an empty string) exceeds the limit. Raises
-    RefusedError.
-    """
-    too_large = RefusedError(413, f"the request body exceeds {limit} bytes")
-    if content_length.isdecimal() and int(content_length) > limit:
-        raise too_large
-
-    async def collect() -> bytes:
-        data = bytearray()
-        async for chunk in chunks:
-            data += chunk
-            if len(data) > limit:
-                raise too_large
-        return bytes(data)
-
-    try:
-        return await asyncio.wait_for(collect(), BODY_TIMEOUT)
-    except asyncio.TimeoutError:
-        message = f"the request body was not complete after {BODY_TIMEOUT:g} s"
-        raise RefusedError(408, message) from None
 
 
 def read_json(data: bytes) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import NotRequired, TypedDict
 
-from eagle_fsd.chat.config import AnswerOptions, Limits
+from eagle_fsd.chat.config import Limits, RequestOptions
 from eagle_fsd.chat.grammar import Grammar, json_grammar
 from eagle_fsd.chat.request_body import RequestError
 from eagle_fsd.chat.session import AnswerRequest, ContextLengthError, fit_chat, max_chars
@@ -49,7 +49,7 @@ class ChatTurn(TypedDict):
     tool_call_id: NotRequired[str]
 
 
-class RequestParams(AnswerOptions):
+class RequestParams(RequestOptions):
     """Parameters of a request for an answer, by FastChat's names; unknown ones are rejected."""
 
     model: str = Field(default="", description="Name of the model; any is accepted.")
@@ -69,16 +69,6 @@ class RequestParams(AnswerOptions):
         le=1_048_576,
         description="Maximum number of new tokens; 0, with ``echo``, scores the prompt only.",
     )
-    min_tokens: int = Field(
-        default=0, ge=0, description="Minimum number of tokens before a token may end the answer."
-    )
-    ignore_eos: bool = Field(
-        default=False,
-        description="Whether only ``stop`` and ``stop_token_ids`` end the answer early, not the"
-        " model's end-of-sequence tokens nor what the chat template adds.",
-    )
-    stop: list[str] = Field(default=[], description="Strings that end the answer.")
-    stop_token_ids: list[int] = Field(default=[], description="Tokens that end the answer.")
     logprobs: int | None = Field(
         default=None,
         ge=0,
@@ -86,12 +76,6 @@ class RequestParams(AnswerOptions):
         description="Report log-probabilities, with this many alternatives per token.",
     )
     echo: bool = Field(default=False, description="Begin the answer with the raw prompt.")
-    fsd: dict[str, Any] = Field(
-        default={}, description="Acceptance options that override the server's."
-    )
-    logit_bias: dict[int, float] = Field(
-        default={}, description="Numbers in [-100, 100] to add to the logits of tokens."
-    )
     json_schema: dict[str, Any] | None = Field(
         default=None, description="JSON schema that the answer satisfies."
     )
@@ -104,9 +88,6 @@ class RequestParams(AnswerOptions):
     strict_length: bool = Field(
         default=False,
         description="Reject max_new_tokens beyond the server's limit or the context's room.",
-    )
-    lossless: bool = Field(
-        default=False, description="Decode losslessly, whatever the server's default."
     )
     best_of: Literal[1] = Field(default=1, description="Not supported; FastChat may send 1.")
     use_beam_search: Literal[False] = Field(
@@ -247,16 +228,11 @@ def read_request(
     if parsed.echo and parsed.logprobs is not None:
         _check_prompt_logprobs(ids.shape[1] * (1 + parsed.logprobs))
     ends = sorted({*model.eos_token_ids, *template_ends})
-    options = parsed.model_dump(include=set(AnswerOptions.model_fields))
+    ending = {"stop": stop, "stop_token_ids": stop_token_ids}
     return AnswerRequest(
         ids,
-        AnswerOptions.from_dict({**options, "max_new_tokens": max(1, max_new_tokens)}),
+        parsed.model_copy(update={"max_new_tokens": max(1, max_new_tokens), **ending}),
         acceptance=acceptance,
-        stop=stop,
-        stop_token_ids=stop_token_ids,
-        ignore_eos=parsed.ignore_eos,
-        min_tokens=parsed.min_tokens,
-        logit_bias=parsed.logit_bias,
         compile_grammar=partial(_read_grammar, parsed, model, ends) if parsed.constrained else None,
         details=parsed.logprobs,
         context=ids[0, -CONTEXT_TOKENS:].tolist() if parsed.messages is None else (),

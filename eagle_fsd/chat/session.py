@@ -7,15 +7,15 @@ and :func:`score_prompt` computes the log-probabilities of a prompt's tokens.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor
 
-from eagle_fsd.chat.config import AnswerOptions
+from eagle_fsd.chat.config import RequestOptions
 from eagle_fsd.chat.processors import AnswerPenalty, LogitBias, MinTokens, RepetitionPenalty
 from eagle_fsd.chat.text import Piece, TextStream
 from eagle_fsd.model.batch import Batch, StreamChunk
@@ -88,13 +88,8 @@ class AnswerRequest:
     """A validated request for one answer."""
 
     ids: Tensor  #: ``[1, S]``
-    options: AnswerOptions
+    options: RequestOptions
     acceptance: AcceptanceConfig | None = None  #: default: the model's
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()  #: beside the target's end-of-sequence tokens
-    ignore_eos: bool = False  #: whether end-of-sequence tokens do not end the answer
-    min_tokens: int = 0  #: before a token may end the answer
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
     #: Makes the grammar, which may take seconds.
     compile_grammar: Callable[[], LogitsProcessor] | None = None
     grammar: LogitsProcessor | None = None  #: masks tokens that violate a JSON schema
@@ -125,13 +120,14 @@ class ChatAnswer:
                 f"the prompt's {request.ids.shape[1]} tokens fill the context of {context} tokens"
             )
         self._model, self._request = model, request
-        self._end_tokens = {*request.stop_token_ids}
-        if request.stop:
-            special = special_tokens(model.tokenizer, request.stop).values()
+        options = request.options
+        self._end_tokens = {*options.stop_token_ids}
+        if options.stop:
+            special = special_tokens(model.tokenizer, options.stop).values()
             self._end_tokens.update(token for token in special if token < model.target.vocab_size)
-        if not request.ignore_eos:
+        if not options.ignore_eos:
             self._end_tokens.update(model.eos_token_ids)
-        self._stream = TextStream(model.tokenizer, request.stop, request.context)
+        self._stream = TextStream(model.tokenizer, options.stop, request.context)
         self.new_tokens = 0
         self.text = ""
         self.finish_reason: str | None = None
@@ -206,10 +202,10 @@ class ChatAnswer:
             processors.append(RepetitionPenalty(options.repetition_penalty))
         if options.presence_penalty or options.frequency_penalty:
             processors.append(AnswerPenalty(options.presence_penalty, options.frequency_penalty))
-        if request.logit_bias:
-            processors.append(LogitBias(tuple(sorted(request.logit_bias.items()))))
-        if request.min_tokens and ends:
-            processors.append(MinTokens(request.min_tokens, tuple(ends)))
+        if options.logit_bias:
+            processors.append(LogitBias(tuple(sorted(options.logit_bias.items()))))
+        if options.min_tokens and ends:
+            processors.append(MinTokens(options.min_tokens, tuple(ends)))
         if request.grammar is not None:
             processors.append(request.grammar)
         return {

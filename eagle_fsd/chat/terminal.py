@@ -29,7 +29,7 @@ from rich.live import Live
 from rich.text import Text
 from torch import Tensor
 
-from eagle_fsd.chat.config import AnswerOptions
+from eagle_fsd.chat.config import AnswerOptions, RequestOptions
 from eagle_fsd.chat.session import AnswerRequest, ChatAnswer, fit_chat
 from eagle_fsd.chat.text import Piece
 from eagle_fsd.chat.wire_format import TEMPLATE_NAME, decode_chat, register_template, strip_markers
@@ -74,17 +74,14 @@ Ctrl-C                            stop the answer and keep its text so far
 Options: """
 
 
-def _standard_error() -> Console:
-    return Console(stderr=True, highlight=False)
-
-
+@dataclass(kw_only=True)
 class TerminalSession(ABC):
     """The model or server of a terminal chat, and the options that commands change."""
 
     options: AnswerOptions
-    name: str
-    show_origins: bool
-    notes: Console
+    name: str = "the model"
+    show_origins: bool = False
+    notes: Console = field(default_factory=lambda: Console(stderr=True, highlight=False))
 
     @property
     @abstractmethod
@@ -161,10 +158,6 @@ class ChatSession(TerminalSession):
 
     model: EagleFSD
     chat_template: ChatTemplate
-    options: AnswerOptions
-    name: str = "the model"
-    show_origins: bool = False
-    notes: Console = field(default_factory=_standard_error)
     prefix_cache: PrefixCache = field(default_factory=PrefixCache)
     answer: ChatAnswer | None = None
 
@@ -187,22 +180,17 @@ class ChatSession(TerminalSession):
             else:
                 ids = self._fit(chat)
                 stop, stop_token_ids = self.chat_template.stop, self.chat_template.stop_token_ids
-            request = AnswerRequest(
-                ids, self.options, stop=stop, stop_token_ids=stop_token_ids or ()
+            options = RequestOptions(
+                **self.options.model_dump(), stop=stop, stop_token_ids=stop_token_ids or ()
             )
-            self.answer = answer = ChatAnswer(self.model, request)
+            self.answer = answer = ChatAnswer(self.model, AnswerRequest(ids, options))
             for pieces in answer.stream(self.prefix_cache):
-                yield {
-                    "text": answer.text,
-                    "pieces": pieces,
-                    "usage": answer.usage(),
-                    "finish_reason": answer.finish_reason,
-                }
+                yield {"text": answer.text, "pieces": pieces}
         except (ValueError, FloatingPointError, MemoryError) as error:
             self.note(one_line(error))
             text = "" if self.answer is None else self.answer.text
             self.answer = None
-            yield {"text": text, "pieces": [], "finish_reason": "stop"}
+            yield {"text": text, "pieces": []}
 
     def _fit(self, chat: Chat) -> Tensor:
         ids, dropped = fit_chat(self.model, self.chat_template, chat)
@@ -223,13 +211,9 @@ class ChatSession(TerminalSession):
 
 @dataclass
 class ServerSession(TerminalSession):
-    """A chat with a model of an OpenAI-compatible server."""
+    """A chat with a model of an OpenAI-compatible server, which may not report origins."""
 
     client: ChatClient
-    options: AnswerOptions
-    name: str
-    notes: Console = field(default_factory=_standard_error)
-    show_origins = False  # not every server reports them
     tokens: int = 0  # of the last answer, if the server counts them
     seconds: float = 0.0
 
@@ -251,12 +235,12 @@ class ServerSession(TerminalSession):
             for new, tokens in self.client.stream(chat, **self._parameters()):
                 text, self.tokens = text + new, tokens
                 piece = Piece(new, token=0, origin=Origin.TARGET)
-                yield {"text": text, "pieces": [piece], "finish_reason": None}
+                yield {"text": text, "pieces": [piece]}
         except ValueError as error:
             self.note(str(error))
         finally:  # also if Ctrl-C ends the answer
             self.seconds = time.perf_counter() - begin
-        yield {"text": text, "pieces": [], "finish_reason": "stop"}
+        yield {"text": text, "pieces": []}
 
     def _parameters(self) -> dict[str, Any]:
         """Return the parameters of a request; those that not every server has only if changed."""

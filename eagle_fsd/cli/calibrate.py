@@ -88,12 +88,12 @@ def calibrate(
         return
     print_table(*report["tables"][0])
     out.print()
-    out.print(report["conclusions"][0], soft_wrap=True)
-    out.print(footnote(report), style="dim", soft_wrap=True)
+    out.print(report["conclusions"][0])
+    out.print(footnote(report), style="dim")
     if report["flags"]:
         out.print()
-        out.print(report["flags"], soft_wrap=True)
+        out.print(report["flags"])
     if not report["files"]:
         return
     files = " and ".join(report["files"])
-    err.print(f"The settings are in {files}; --settings reads them.", style="dim", soft_wrap=True)
+    err.print(f"The settings are in {files}; --settings reads them.", style="dim")

@@ -72,11 +72,13 @@ def chat(
                 " acceptance, and no --show-origins"
             )
         endpoint, _ = find_model(base_url, server_model)
-        session = ServerSession(ChatClient(endpoint), answers, endpoint.model)
+        session = ServerSession(ChatClient(endpoint), options=answers, name=endpoint.model)
     elif server_model is not None:
         raise OptionsError("--server-model requires --base-url")
     else:
         model, chat_template = load_chat(pair, tree, acceptance)
         name = pair.target or BUNDLED_NAME
-        session = ChatSession(model, chat_template, answers, name=name, show_origins=show_origins)
+        session = ChatSession(
+            model, chat_template, options=answers, name=name, show_origins=show_origins
+        )
     run_chat(session, style, system=system, history=history, multiline=multiline, mouse=mouse)

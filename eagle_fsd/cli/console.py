@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,17 +13,20 @@ from rich.console import Console
 from eagle_fsd.utils.progress import Progress, no_progress
 from eagle_fsd.utils.text import escape_control_chars, one_line
 
-# Names of folders, models and categories may contain brackets, which are rich's markup.
-out = Console(highlight=False, markup=False)
-err = Console(stderr=True, highlight=False, markup=False)
+# Names of folders, models and categories may contain brackets, which are rich's markup. Terminals
+# wrap long lines; elsewhere, they stay whole.
+out = Console(highlight=False, markup=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
+#: Seconds after which progress is printed again without a terminal.
+LINE_INTERVAL = 30.0
 #: Maximum width of a table; terminals wrap its lines.
 MAX_TABLE_WIDTH = 10_000
 
 
 def fail(message: str | BaseException, status: int) -> NoReturn:
     """Print an error as one line and exit."""
-    err.print(f"error: {one_line(message)}", soft_wrap=True)
+    err.print(f"error: {one_line(message)}")
     raise SystemExit(status)
 
 
@@ -31,7 +35,7 @@ def print_text(text: str, style: str = "") -> None:
     from rich.segment import Segment, Segments  # rich's Text replaces tabs by spaces
 
     text = escape_control_chars(text) if out.is_terminal else text
-    out.print(Segments([Segment(text, out.get_style(style))]), soft_wrap=True)
+    out.print(Segments([Segment(text, out.get_style(style))]))
 
 
 def print_json(value: Any) -> None:
@@ -65,23 +69,25 @@ def print_report(report: dict[str, Any], where: Path | None, as_json: bool) -> N
         print_table(headers, cells)
         out.print()
     for sentence in report.get("conclusions") or filter(None, [verdict(report)]):
-        out.print(sentence, soft_wrap=True)
-    out.print(footnote(report), style="dim", soft_wrap=True)
+        out.print(sentence)
+    out.print(footnote(report), style="dim")
     if where is not None:
-        err.print(f"The report is {where / 'report.html'}.", style="dim", soft_wrap=True)
+        err.print(f"The report is {where / 'report.html'}.", style="dim")
 
 
 class ProgressBar:
-    """A progress bar on a terminal, and a line for every tenth of the work elsewhere.
+    """A progress bar on a terminal; elsewhere a line for every tenth of the work.
 
-    An ``immediate`` bar appears on entering the context, others at the first progress.
+    If a tenth takes longer, there is a line every :data:`LINE_INTERVAL` seconds. An
+    ``immediate`` bar appears on entering the context, others at the first progress.
     """
 
     def __init__(self, label: str, immediate: bool = True) -> None:
         self.label, self.immediate = label, immediate
         self.bar: Any = None
         self._task: Any = None
-        self._tenths = -1
+        self._tenths, self._printed = -1, 0.0  # tenths and time of the last line
+        self._first: tuple[int, float] | None = None  # work and time of the first progress
 
     def __enter__(self) -> ProgressBar:
         if self.immediate:
@@ -96,11 +102,17 @@ class ProgressBar:
         """Show progress, and a note after the bar."""
         self._show()
         if self.bar is not None:
-            self.bar.update(self._task, completed=done, total=total, note=note)
-        elif total and done * 10 // total != self._tenths:
-            self._tenths = done * 10 // total
-            line = f"{self.label}: {done} of {total}"
-            err.print(f"{line}, {note}" if note else line, soft_wrap=True)
+            self.bar.update(self._task, completed=done, total=total or None, note=note)
+            return
+        now, tenths = time.monotonic(), done * 10 // total if total else 0
+        before, since = self._first = self._first or (done, now)
+        if tenths != self._tenths or now - self._printed >= LINE_INTERVAL:
+            self._tenths, self._printed = tenths, now
+            parts = [f"{self.label}: {done} of {total or 'unknown'}", *([note] if note else [])]
+            if done > before and total:
+                minutes = (total - done) * (now - since) / (done - before) / 60
+                parts.append(f"{minutes:.0f} minutes left")
+            err.print(", ".join(parts))
 
     def _show(self) -> None:
         """Start the bar if standard error is a terminal."""
@@ -113,6 +125,7 @@ class ProgressBar:
             rich_progress.TextColumn("{task.fields[note]}"),
             console=err,
             transient=True,
+            speed_estimate_period=600.0,  # a single chat may take minutes
         )
         self.bar.start()
         self._task = self.bar.add_task(self.label, total=None, note="")

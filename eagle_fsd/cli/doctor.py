@@ -126,19 +126,18 @@ def _print(found: dict[str, Any]) -> None:
     out.print(
         f"{found['drafter']}: tau {found['tau']:.2f} ({found['tokens']:,} tokens,"
         f" exact greedy decoding, tree {tree.shape})",
-        soft_wrap=True,
     )
     if found["acceptance"] != "lossless":
         certificate = found["certificate"]
         bound = Certificate(**certificate) if certificate else "no certificate for this pair"
-        out.print(f"acceptance: {found['acceptance']}; {bound}", soft_wrap=True)
+        out.print(f"acceptance: {found['acceptance']}; {bound}")
     out.print()
     for finding in found["findings"]:
         line = Text.assemble(
             (f"{finding['level']:<8}", STYLES[finding["level"]]),
             f"{finding['check']:<15} {finding['evidence']}",
         )
-        out.print(line, soft_wrap=True)
+        out.print(line)
     out.print()
     by_length = []
     for row in found["by_length"]:
@@ -155,4 +154,4 @@ def _print(found: dict[str, Any]) -> None:
         print_table(("depth", "steps", "accepted"), by_depth)
         out.print()
     step = found["next_step"]
-    out.print(f"Next step: {step}." if step else "Nothing to repair.", soft_wrap=True)
+    out.print(f"Next step: {step}." if step else "Nothing to repair.")

@@ -100,7 +100,7 @@ def print_formats(as_json: bool) -> None:
     )
     for item in FORMATS:
         out.print(f"{item.name}: {item.scored}", style="bold")
-        out.print(f"  {item.example}\n", soft_wrap=True)
+        out.print(f"  {item.example}\n")
     out.print("--grader", style="bold")
     for name, meaning in GRADERS.items():
         out.print(f"  {name}: {meaning}")

@@ -50,4 +50,4 @@ def custom_generate(
     if drafter in BUNDLED_DRAFTERS.values():
         target = target or ("smollm2" if drafter in SMOLLM2_HEADS.values() else "bundled")
     write_repository(folder, drafter, __version__, settings=request.settings, target=target)
-    out.print(f"The repository is in {folder}.", soft_wrap=True)
+    out.print(f"The repository is in {folder}.")

@@ -175,7 +175,6 @@ def _print_stream(
             f" tau {stats.tau:.2f}, {stats.tokens_per_second:.1f} tokens/s,"
             f" {'threshold 0' if method == 'ar' else model.acceptance.label}",
             style="dim",
-            soft_wrap=True,
         )
     if interrupted:
         raise KeyboardInterrupt
@@ -201,11 +200,7 @@ def _print_speedup(
     arguments = encoded.arguments(config, max_new_tokens=stats.tokens, method="ar")
     plain = model.generate(**arguments).stats.tokens_per_second
     ratio = stats.tokens_per_second / plain
-    err.print(
-        f"{ratio:.2f} times as fast as plain decoding ({plain:.1f} tokens/s)",
-        style="dim",
-        soft_wrap=True,
-    )
+    err.print(f"{ratio:.2f} times as fast as plain decoding ({plain:.1f} tokens/s)", style="dim")
     return ratio
 
 
@@ -217,7 +212,6 @@ def _print_advice(stats: DecodeStats) -> None:
         f"Plain decoding (--plain) would be faster{timed}. Draft fewer tokens (--draft-vocabulary,"
         " after eagle-fsd train ranks), try smaller trees (eagle-fsd tune), or see eagle-fsd doctor"
         " for why few are accepted.",
-        soft_wrap=True,
     )
 
 
@@ -231,7 +225,7 @@ def _print_closed_gate(model: EagleFSD, ids: Tensor) -> None:
     found = gate_divergences(model, [ids[0]], PROBED_TOKENS, acceptance.divergence)
     message = describe_closed_gate(found, acceptance.threshold)
     if message is not None:
-        err.print(f"{message}. Train the drafter further, or raise the threshold.", soft_wrap=True)
+        err.print(f"{message}. Train the drafter further, or raise the threshold.")
 
 
 def _print_best(
@@ -271,7 +265,6 @@ def _print_best(
         f" {found.stats.tokens} steps in {found.stats.steps} target passes:"
         f" tau {found.stats.tau:.2f}, {found.stats.tokens_per_second:.1f} steps/s",
         style="dim",
-        soft_wrap=True,
     )
 
 

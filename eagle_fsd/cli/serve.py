@@ -34,8 +34,6 @@ from eagle_fsd.utils.options import Options, OptionsError
 
 if TYPE_CHECKING:
     from eagle_fsd.chat.backend import LocalBackend
-    from eagle_fsd.model.pipeline import EagleFSD
-    from eagle_fsd.utils.chat_templates import ChatTemplate
 
 BUNDLED_NAME = "eagle-fsd-bundled"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -169,15 +167,13 @@ def run_api(
     """Serve the API, and the web page if there are initial values of its controls."""
     check_single_process("serve")
     access = _access(server, page=answers is not None)
-    from eagle_fsd.chat.backend import LocalBackend
     from eagle_fsd.chat.serve.api import api_app, api_error
     from eagle_fsd.chat.web.page import add_page, page_settings
 
-    model, chat_template, names = _load(server, pair, tree, acceptance)
-    backend = LocalBackend(model, chat_template, limits, name=names[0])
-    app = api_app(backend, names)
+    backend = _load(server, pair, tree, acceptance, limits=limits)
+    app = api_app(backend)
     if answers is not None:
-        examples = EXAMPLES if names[0] == BUNDLED_NAME else ()
+        examples = EXAMPLES if backend.names[0] == BUNDLED_NAME else ()
         add_page(app, page_settings(backend, answers, examples))
 
     def show() -> None:
@@ -214,15 +210,12 @@ def worker(
     access = _access(server, *([name] if name else []))
     from eagle_fsd.chat.serve.worker import FSDWorker, with_key, worker_app, worker_error
 
-    model, chat_template, names = _load(server, pair, tree, acceptance)
+    backend = _load(server, pair, tree, acceptance, limits=limits)
     address = server.address or local_url(server)
     served = FSDWorker(
-        model,
-        chat_template,
-        limits,
+        backend,
         controller=None if server.controller == "none" else server.controller,
         address=with_key(address, access.keys[0]) if access.keys else address,
-        names=list(names),
     )
 
     def register() -> None:
@@ -231,19 +224,21 @@ def worker(
             threading.Thread(target=served.keep_registered, daemon=True).start()
 
     app = Guard(worker_app(served), access, limits.max_body, worker_error)
-    _run(server, app, served.backend, register)
+    _run(server, app, backend, register)
 
 
 def _load(
-    server: Server, pair: Pair, tree: TreeConfig, acceptance: AcceptanceConfig
-) -> tuple[EagleFSD, ChatTemplate, tuple[str, ...]]:
-    """Load the pair of a server whose port is free; also return the names of the model."""
+    server: Server, pair: Pair, tree: TreeConfig, acceptance: AcceptanceConfig, limits: Limits
+) -> LocalBackend:
+    """Load the pair of a server whose port is free."""
+    from eagle_fsd.chat.backend import LocalBackend
     from eagle_fsd.chat.serve.connections import check_port
 
     check_port(server.host, server.port)
     logging.getLogger("eagle_fsd.model.compilation").setLevel(logging.INFO)
     model, chat_template = load_chat(pair, tree, acceptance)
-    return model, chat_template, server.names or (model_name(pair.target),)
+    names = server.names or (model_name(pair.target),)
+    return LocalBackend(model, chat_template, limits, names)
 
 
 def _run(server: Server, app: Guard, backend: LocalBackend, on_started: Callable[[], None]) -> None:
@@ -297,7 +292,7 @@ def _access(server: Server, *names: str, page: bool = False) -> Access:
 def _print_addresses(url: str, backend: LocalBackend, page: bool) -> None:
     """Print the model, the addresses of the server, and a curl command to try."""
     key = ' -H "Authorization: Bearer $KEY"' if api_keys() else ""
-    name = backend.name
+    name = backend.names[0]
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}]})
     acceptance = backend.default_acceptance
     label = "lossless" if acceptance.lossless else acceptance.label
@@ -311,7 +306,7 @@ def _print_addresses(url: str, backend: LocalBackend, page: bool) -> None:
         f" -d {shlex.quote(body)}",
     ]
     for line in lines:
-        out.print(line, soft_wrap=True)
+        out.print(line)
 
 
 app = Command("serve", help="Serve a pair to OpenAI clients, or as a worker of FastChat's servers.")

@@ -30,11 +30,6 @@ from eagle_fsd.train.config import (
 from eagle_fsd.utils.options import Options, OptionsError
 from eagle_fsd.utils.progress import Progress
 
-#: Minimum seconds between two lines of progress without a terminal.
-LINE_INTERVAL = 30.0
-#: Seconds until the first such line while chats are written.
-FIRST_LINE = 5.0
-
 app = Command("train", help="Train a draft head for a target on a file of chats.")
 
 
@@ -71,7 +66,7 @@ def train(
             request, TrainConfig.from_dict(values), progress=progress, on_metrics=on_metrics
         )
     if folder is not None:
-        out.print(f"The head is in {folder}.", soft_wrap=True)
+        out.print(f"The head is in {folder}.")
 
 
 def features(*, request: Annotated[FeaturesRequest, options("Features")]) -> None:
@@ -80,7 +75,7 @@ def features(*, request: Annotated[FeaturesRequest, options("Features")]) -> Non
 
     store = store_features(request, progress=progress)
     if store is not None:
-        out.print(f"{len(store)} chats are in {request.out}.", soft_wrap=True)
+        out.print(f"{len(store)} chats are in {request.out}.")
 
 
 def regenerate(
@@ -95,7 +90,7 @@ def regenerate(
     shown = WritingProgress()
     written = run(request, config, server, progress=shown.stage, on_tokens=shown.add_tokens)
     if written is not None:
-        out.print(f"{len(written)} rewritten chats are in {request.out}.", soft_wrap=True)
+        out.print(f"{len(written)} rewritten chats are in {request.out}.")
 
 
 def synthesize(
@@ -109,7 +104,7 @@ def synthesize(
 
     shown = WritingProgress()
     written = run(request, config, server, progress=shown.stage, on_tokens=shown.add_tokens)
-    out.print(f"{len(written)} chats are in {request.out}.", soft_wrap=True)
+    out.print(f"{len(written)} chats are in {request.out}.")
 
 
 def chats(*, request: Annotated[ChatsRequest, options("Chats")]) -> None:
@@ -119,7 +114,7 @@ def chats(*, request: Annotated[ChatsRequest, options("Chats")]) -> None:
     if request.out.exists():
         raise OptionsError(f"{request.out} exists already")
     write_chats(request.out, request.count, request.seed)
-    out.print(f"{request.count} chats are in {request.out}.", soft_wrap=True)
+    out.print(f"{request.count} chats are in {request.out}.")
 
 
 def ranks(*, request: Annotated[RanksRequest, options("Chats")]) -> None:
@@ -127,7 +122,7 @@ def ranks(*, request: Annotated[RanksRequest, options("Chats")]) -> None:
     from eagle_fsd.train.token_ranks import rank_tokens
 
     count = rank_tokens(request, progress=progress)
-    out.print(f"{count} tokens occur; their ranking is in {request.out}.", soft_wrap=True)
+    out.print(f"{count} tokens occur; their ranking is in {request.out}.")
 
 
 def export(*, request: Annotated[ExportRequest, options("Export")]) -> None:
@@ -135,17 +130,16 @@ def export(*, request: Annotated[ExportRequest, options("Export")]) -> None:
     from eagle_fsd.train.export import export_head
 
     export_head(request)
-    out.print(f"The head is in {request.out}, as {request.format} reads it.", soft_wrap=True)
+    out.print(f"The head is in {request.out}, as {request.format} reads it.")
 
 
 class WritingProgress:
-    """Show tokens per second and the time left while the target writes chats."""
+    """Show tokens per second while the target writes chats."""
 
     def __init__(self) -> None:
         self.bar = ProgressBar("")
         self._tokens = self._done = self._total = 0
-        self._first: tuple[int, float] | None = None  # chats and time of the first report
-        self._started = self._printed = 0.0
+        self._started = 0.0
 
     @contextmanager
     def stage(self, label: str) -> Iterator[Progress]:
@@ -155,13 +149,11 @@ class WritingProgress:
                 yield report
             return
         self._started = time.monotonic()
-        self._printed = self._started + FIRST_LINE - LINE_INTERVAL
         with ProgressBar(label) as self.bar:
             yield self.report
 
     def report(self, done: int, total: int) -> None:
         """Show the number of complete chats."""
-        self._first = self._first or (done, time.monotonic())
         self._done, self._total = done, total
         self._show()
 
@@ -171,21 +163,8 @@ class WritingProgress:
         self._show()
 
     def _show(self) -> None:
-        """Update the bar, or print a line now and then if there is no terminal."""
-        now = time.monotonic()
-        notes = []
-        if self._tokens:
-            notes.append(f"{self._tokens / max(now - self._started, 1e-3):.0f} tokens/s")
-        before, since = self._first or (0, now)
-        if self._done > before:
-            minutes = (self._total - self._done) * (now - since) / (self._done - before) / 60
-            notes.append(f"{minutes:.0f} minutes left")
-        if self._total:
-            self.bar(self._done, self._total, ", ".join(notes))
-        if not err.is_terminal and now - self._printed >= LINE_INTERVAL:
-            self._printed = now
-            count = f"{self.bar.label}: {self._done} of {self._total}"
-            err.print(", ".join([count, *notes]), soft_wrap=True)
+        speed = self._tokens / max(time.monotonic() - self._started, 1e-3)
+        self.bar(self._done, self._total, f"{speed:.0f} tokens/s" if self._tokens else "")
 
 
 class TrainingProgress:
@@ -193,7 +172,6 @@ class TrainingProgress:
 
     def __init__(self) -> None:
         self.bar = ProgressBar("training", immediate=False)
-        self._printed = -LINE_INTERVAL
 
     def __enter__(self) -> TrainingProgress:
         return self
@@ -209,7 +187,6 @@ class TrainingProgress:
             err.print(
                 f"training on {metrics['chats']} chats: {steps} steps, up to {metrics['epochs']}"
                 f" epochs{done}; each checkpoint saves the head, Ctrl-C stops after one",
-                soft_wrap=True,
             )
             return
         if metrics["kind"] == "validation":
@@ -220,19 +197,13 @@ class TrainingProgress:
             err.print(
                 f"step {step}: held-out loss {metrics['loss']:.4f}, top-1 {metrics['top1']:.1%},"
                 f" top-3 {metrics['top3']:.1%}{decoded}",
-                soft_wrap=True,
             )
             return
         note = (
             f"loss {metrics['loss']:.4f}, top-1 {metrics['top1']:.1%}, top-3 {metrics['top3']:.1%},"
             f" lr {metrics['lr']:.1e}, {metrics['tokens_per_second']:.0f} tokens/s"
         )
-        if err.is_terminal:
-            self.bar(step, steps, note)
-        elif time.monotonic() - self._printed >= LINE_INTERVAL or step == steps:
-            self._printed = time.monotonic()
-            minutes = metrics["seconds_left"] / 60
-            err.print(f"step {step} of {steps}: {note}, {minutes:.0f} minutes left", soft_wrap=True)
+        self.bar(step, steps, note)
 
 
 app.add(features, synthesize, regenerate, chats, ranks, export)

@@ -62,9 +62,9 @@ def tune(
             print_table(headers, cells)
             out.print()
         for sentence in tuning.conclusions():
-            out.print(sentence, soft_wrap=True)
+            out.print(sentence)
         state = "The result is" if tuning.settings else "Interrupted; what was measured is"
-        err.print(f"{state} in {request.output_folder('tune')}.", style="dim", soft_wrap=True)
+        err.print(f"{state} in {request.output_folder('tune')}.", style="dim")
 
     run(
         request,

@@ -6,13 +6,11 @@ and a description. Python arguments, command-line options, request bodies and fi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo
 from pydantic.fields import FieldInfo
 
@@ -96,27 +94,23 @@ def describe_field(options: type[BaseModel], name: str) -> str:
     return f"a valid {getattr(kind, '__name__', kind)}"
 
 
+def field_bounds(field: FieldInfo) -> dict[str, Any]:
+    """Return the bounds of a numeric field by their names: ge, gt, le, lt."""
+    names = ("ge", "gt", "le", "lt")
+    return {
+        key: getattr(item, key) for item in field.metadata for key in names if hasattr(item, key)
+    }
+
+
 def describe_bounds(field: FieldInfo) -> str:
     """Describe a numeric field's bounds, as in ``"in [0, 1]"``; empty without bounds."""
-    low: Any = -math.inf  # integers stay integers, because floats round large ones
-    high: Any = math.inf
-    opening, closing = "(", ")"
-    for item in field.metadata:
-        if isinstance(item, Ge):
-            low, opening = item.ge, "["
-        elif isinstance(item, Gt):
-            low, opening = item.gt, "("
-        elif isinstance(item, Le):
-            high, closing = item.le, "]"
-        elif isinstance(item, Lt):
-            high, closing = item.lt, ")"
-    if math.isinf(low) and math.isinf(high):
-        return ""
-    if math.isinf(high):
-        return f"of at least {_digits(low)}" if opening == "[" else f"above {_digits(low)}"
-    if math.isinf(low):
-        return f"of at most {_digits(high)}" if closing == "]" else f"below {_digits(high)}"
-    return f"in {opening}{_digits(low)}, {_digits(high)}{closing}"
+    bounds = {name: _digits(value) for name, value in field_bounds(field).items()}
+    low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
+    if low and high:
+        opening, closing = "[" if "ge" in bounds else "(", "]" if "le" in bounds else ")"
+        return f"in {opening}{low}, {high}{closing}"
+    words = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
+    return "".join(f"{words[name]} {value}" for name, value in bounds.items())
 
 
 def validation_message(error: ValidationError, options: type[BaseModel] | None = None) -> str:

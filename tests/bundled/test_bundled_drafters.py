@@ -107,7 +107,7 @@ def test_recipe_stores_features_and_trains_on_them(
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "target").symlink_to(BUNDLED_TARGET)
     bundled.train_head("eagle3", tmp_path, tmp_path / "out")
-    assert "step 2 of 2" in capsys.readouterr().err
+    assert "training: 2 of 2" in capsys.readouterr().err
     out = tmp_path / "out" / "eagle3"
     assert read_record(out)["steps"] == 2
     trained, shipped = (load_file(folder / "model.safetensors") for folder in (out, BUNDLED_EAGLE3))

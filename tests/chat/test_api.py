@@ -74,8 +74,9 @@ class StandIn:
         )
         self.tokens = SimpleNamespace(text=chr, bytes=lambda token: chr(token).encode())
         self.limits, self.default_acceptance = Limits(), AcceptanceConfig(threshold=0.2)
+        self.names = ["pair", "org/a"]
         backend: Any = self
-        self.app = Guard(api_app(backend, ["pair", "org/a"]), error_body=api_error)
+        self.app = Guard(api_app(backend), error_body=api_error)
 
     def acceptance(self, fsd: Mapping[str, Any], lossless: bool) -> AcceptanceConfig:
         return AcceptanceConfig(threshold=0.0 if lossless else 0.2)

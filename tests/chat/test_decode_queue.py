@@ -39,7 +39,7 @@ LONG = {"temperature": 2.0, "seed": 1, "max_new_tokens": 4000}
 class Recorder(ServerMetrics):
     """Records the events of a queue; ``on_step`` is called in the decoding thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.began: list[float] = []
         self.row_counts: list[int] = []
@@ -47,14 +47,18 @@ class Recorder(ServerMetrics):
         self.finished: list[Outcome] = []
         self.seconds_per_token: list[float | None] = []
         self.on_step: Callable[[], None] = lambda: None
+        step = Batch.step
 
-    def answer_began(self, seconds: float) -> None:
-        self.began.append(seconds)
+        def recorded_step(batch: Batch) -> Any:
+            found = step(batch)
+            if found and threading.current_thread().name == "decode":
+                self.row_counts.append(len(found))
+                self.token_counts.append(sum(len(chunk.tokens) for _, chunk in found))
+                self.on_step()
+            return found
 
-    def step_finished(self, seconds: float, rows: int, tokens: int) -> None:
-        self.row_counts.append(rows)
-        self.token_counts.append(tokens)
-        self.on_step()
+        monkeypatch.setattr(Batch, "step", recorded_step)
+        monkeypatch.setattr(self.first_token_seconds, "observe", self.began.append)
 
     def request_finished(
         self, outcome: Outcome, stats: Mapping[str, Any], seconds_per_token: float | None = None
@@ -64,8 +68,8 @@ class Recorder(ServerMetrics):
 
 
 @pytest.fixture
-def recorder() -> Recorder:
-    return Recorder()
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
 
 
 @pytest.fixture

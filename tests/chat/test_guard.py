@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from eagle_fsd.chat import request_body
+from eagle_fsd.chat.serve import guard as guard_module
 from eagle_fsd.chat.serve.guard import Access, Guard, api_keys
 
 KEY = "0123456789abcdef"
@@ -205,5 +205,5 @@ def test_bodies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         await asyncio.sleep(60)
         yield b""
 
-    monkeypatch.setattr(request_body, "BODY_TIMEOUT", 0.05)
+    monkeypatch.setattr(guard_module, "BODY_TIMEOUT", 0.05)
     assert call(guard, "POST", content=silent(), headers=JSON).status_code == 408

@@ -33,6 +33,7 @@ from hypothesis import strategies as st
 from prompts import ENCODED_HELLO, nested
 
 from eagle_fsd import EagleFSD
+from eagle_fsd.chat.backend import LocalBackend
 from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.request_body import MAX_ERROR_LENGTH
 from eagle_fsd.chat.serve.guard import Guard
@@ -79,7 +80,8 @@ def target(server: APIThread, model: EagleFSD) -> Iterator[Target]:
     handler = logging.StreamHandler(log)
     root.addHandler(handler)
     template, limits = load_chat_template(model.tokenizer), Limits()
-    worker = FSDWorker(model, template, limits, None, "http://127.0.0.1:1", ["pair"])
+    backend = LocalBackend(model, template, limits, ["pair"])
+    worker = FSDWorker(backend, None, "http://127.0.0.1:1")
     app = Guard(worker_app(worker), max_body=limits.max_body, error_body=worker_error)
     thread = ServerThread(app)
     yield Target(server, thread)

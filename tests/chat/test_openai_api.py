@@ -329,18 +329,13 @@ def test_answers_stream_while_texts_are_embedded(
 ) -> None:
     """There is a decoding step between any two texts."""
     events: list[str] = []
-    metrics = server.backend.queue.metrics
-    step_finished = metrics.step_finished
-
-    def record_step(*values: Any) -> None:
-        events.append("step")
-        step_finished(*values)
+    step_seconds = server.backend.queue.metrics.step_seconds
 
     def record_text(_module: Any, _args: Any, options: dict[str, Any]) -> None:
         if options.get("use_cache") is False:
             events.append("text")
 
-    monkeypatch.setattr(metrics, "step_finished", record_step)
+    monkeypatch.setattr(step_seconds, "observe", lambda _: events.append("step"))
     endless = {**EXACT, "ignore_eos": True}
     with (
         model.model.base_model.register_forward_pre_hook(record_text, with_kwargs=True),

@@ -23,7 +23,7 @@ KEY = {"authorization": "Bearer 0123456789abcdef"}
 
 def backend(acceptance: AcceptanceConfig, **limits: Any) -> Any:
     """Return what the page needs of a backend."""
-    values = {"name": "pair", "default_acceptance": acceptance, "limits": Limits(**limits)}
+    values = {"names": ["pair"], "default_acceptance": acceptance, "limits": Limits(**limits)}
     return SimpleNamespace(**values, queue=None)
 
 
@@ -32,7 +32,7 @@ PAIR = backend(AcceptanceConfig(threshold=0.2), max_new_tokens=300)
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[httpx.Client]:
-    app = api_app(PAIR, ["pair"])
+    app = api_app(PAIR)
     add_page(app, page_settings(PAIR, AnswerOptions(), ["What?"]))
     access = Access(keys=("0123456789abcdef",), page=True)
     server = ServerThread(Guard(app, access, error_body=api_error))

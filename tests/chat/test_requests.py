@@ -88,10 +88,10 @@ def test_parameters_are_limited_and_translated(model: EagleFSD) -> None:
     assert request(model, fsd=None).acceptance == model.acceptance
     changed = request(model, fsd={"threshold": 0.4, "min_ratio": 0.2, "divergence": None})
     assert changed.acceptance == model.acceptance.updated(threshold=0.4, min_ratio=0.2)
-    assert request(model, stop="a").stop == ["a"]
+    assert request(model, stop="a").options.stop == ["a"]
     assert request(model, logprobs=True).details == 0
     assert request(model, logprobs=False).details is None
-    assert request(model, ignore_eos=None, min_tokens=None).ignore_eos is False
+    assert request(model, ignore_eos=None, min_tokens=None).options.ignore_eos is False
 
 
 def test_lossless_requests_and_servers(model: EagleFSD) -> None:
@@ -131,7 +131,7 @@ def test_ignore_eos_keeps_the_stops_of_the_request_only(model: EagleFSD) -> None
     for ignore_eos, stops, tokens in ((False, ["a", "###"], [9, 3]), (True, ["a"], [9])):
         params = {**GREEDY, "stop": "a", "stop_token_ids": [9], "ignore_eos": ignore_eos}
         read = read_request(params, model, NoEndTemplate(model.tokenizer), Limits())
-        assert (read.stop, read.stop_token_ids) == (stops, tokens)
+        assert (read.options.stop, read.options.stop_token_ids) == (stops, tokens)
 
 
 #: With special tokens, a character of several tokens, and spaces at both ends.

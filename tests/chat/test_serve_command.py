@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -40,14 +41,14 @@ Run = Callable[..., tuple[int, str, str]]
 def started(monkeypatch: pytest.MonkeyPatch, model: EagleFSD) -> list[Any]:
     """The arguments of the servers that would run; they print their addresses."""
     calls: list[Any] = []
-    loaded = model, load_chat_template(model.tokenizer)
+    template = load_chat_template(model.tokenizer)
 
     def run_server(server: connections.BoundedServer) -> None:
         calls.append(server.config.app)
         server.on_started()
 
     monkeypatch.delenv("EAGLE_FSD_API_KEYS", raising=False)
-    monkeypatch.setattr("eagle_fsd.cli.serve.load_chat", lambda *_: loaded)
+    monkeypatch.setattr("eagle_fsd.cli.serve.load_chat", lambda *_: (copy.copy(model), template))
     monkeypatch.setattr(connections, "check_port", lambda *_: None)
     monkeypatch.setattr(connections, "run_server", run_server)
     monkeypatch.setattr(worker.FSDWorker, "keep_registered", lambda _: None)

@@ -41,11 +41,13 @@ Talk = Callable[..., tuple[str, str]]
 
 @pytest.fixture
 def session(model: EagleFSD, monkeypatch: pytest.MonkeyPatch) -> ChatSession:
+    for name in ("exact_tree", "batch_trees", "has_default_tree"):  # restored after the tree
+        monkeypatch.setattr(model, name, getattr(model, name))
     monkeypatch.setattr(model, "tree", TreeConfig.for_device("cpu"))
     monkeypatch.setattr(model, "acceptance", AcceptanceConfig())
     notes = Console(file=io.StringIO(), width=200)
     template, options = load_chat_template(model.tokenizer), AnswerOptions(max_new_tokens=96)
-    return ChatSession(model, template, options, notes=notes)
+    return ChatSession(model, template, options=options, notes=notes)
 
 
 @pytest.fixture
@@ -374,8 +376,9 @@ def test_server_answers_in_the_terminal(
     monkeypatch.setattr("builtins.input", lambda _="": lines.pop(0))
     notes = Console(file=io.StringIO(), width=200)
     endpoint, _ = find_model(f"{server.url}/v1", None)
-    session = ServerSession(ChatClient(endpoint), AnswerOptions(), endpoint.model, notes)
-    session.options = session.options.updated(temperature=0.0, max_new_tokens=16)
+    options = AnswerOptions(temperature=0.0, max_new_tokens=16)
+    client = ChatClient(endpoint)
+    session = ServerSession(client, options=options, name=endpoint.model, notes=notes)
     run_chat(session)
     out, noted = capsys.readouterr().out, notes.file.getvalue()  # type: ignore[attr-defined]
     chat = [{"role": "user", "content": "Hi!"}]
@@ -409,7 +412,7 @@ def test_server_that_dies_ends_the_answer_only(capsys: pytest.CaptureFixture[str
         threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
         endpoint = Endpoint(f"http://127.0.0.1:{http.server_port}/v1", "model", retries=0)
         notes = Console(file=io.StringIO(), width=200)
-        session = ServerSession(ChatClient(endpoint), AnswerOptions(), "model", notes)
+        session = ServerSession(ChatClient(endpoint), options=AnswerOptions(), notes=notes)
         chat = conversation_template().copy()
         chat.append_message(chat.roles[0], "Hi!")
         chat.append_message(chat.roles[1], None)

@@ -18,6 +18,7 @@ from prompts import ENCODED_HELLO, OPTIONS, reference, tokenize
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.chat import backend as backend_module
+from eagle_fsd.chat.backend import LocalBackend
 from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.serve.guard import Guard
 from eagle_fsd.chat.serve.worker import FSDWorker, worker_app
@@ -36,7 +37,7 @@ def guarded(worker: FSDWorker) -> Guard:
 @pytest.fixture
 def worker(model: EagleFSD) -> Iterator[FSDWorker]:
     limits, template = Limits(max_batch=2, queue=2), load_chat_template(model.tokenizer)
-    worker = FSDWorker(model, template, limits, None, NOWHERE, ["pair"])
+    worker = FSDWorker(LocalBackend(model, template, limits, ["pair"]), None, NOWHERE)
     yield worker
     worker.backend.close()
 

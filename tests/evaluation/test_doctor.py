@@ -444,7 +444,8 @@ def test_drafter_without_a_network_gets_tables(run: Run, tmp_path: Path) -> None
 
 
 def test_only_levels_are_colored(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    colored = Console(force_terminal=True, color_system="standard", highlight=False, markup=False)
+    options = {"highlight": False, "markup": False, "soft_wrap": True}
+    colored = Console(force_terminal=True, color_system="standard", **options)
     monkeypatch.setattr("eagle_fsd.cli.doctor.out", colored)
     small = ("--prompts", "bundled", "--count", 1, "--max-new-tokens", 8, "--drafter", "ngram")
     _, out, _ = run("doctor", *small, "--target", BUNDLED_TARGET)

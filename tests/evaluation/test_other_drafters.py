@@ -9,6 +9,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from eagle_fsd import EagleFSD, TreeConfig
+from eagle_fsd.chat.backend import LocalBackend
 from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.serve.guard import Guard
 from eagle_fsd.chat.serve.worker import FSDWorker, worker_app
@@ -81,7 +82,8 @@ def test_worker_with_another_drafter(drafter: str, model: EagleFSD) -> None:
     ids = encode_prompt(CHAT, model.tokenizer, template)
     plain = model.generate(ids, max_new_tokens=64, method="ar").sequences[0, ids.shape[1] :]
     pair = EagleFSD.from_pretrained(drafter=drafter)
-    worker = FSDWorker(pair, template, Limits(max_batch=2), None, NOWHERE, ["pair"])
+    backend = LocalBackend(pair, template, Limits(max_batch=2), ["pair"])
+    worker = FSDWorker(backend, None, NOWHERE)
     prompt = f"{USER}{CHAT[0]['content']}{END}{ASSISTANT}"
     parameters = {"prompt": prompt, "temperature": 0, "max_new_tokens": 64}
     try:

@@ -73,7 +73,7 @@ def test_trained_head_is_exported(
     head, out = tmp_path / "head", tmp_path / "out"
     _, errors = succeed(*command(data, head, target, validation=1, max_steps=3))
     assert errors.startswith("training on 9 chats: 3 steps, up to 20 epochs")
-    assert "step 3 of 3" in errors
+    assert "training: 3 of 3" in errors
     for word in ("loss", "top-1", "top-3", "lr", "tokens/s", "minutes left", "tau", "JS by depth"):
         assert word in errors
     arguments = ("train", "export", "--head", head, "--out", out, "--target", target)

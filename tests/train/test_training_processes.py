@@ -110,7 +110,7 @@ def test_two_processes_equal_one_with_twice_the_batch_and_resume(
     options = {"max_length": 256, "accumulate": 2, **EAGLE3}
     two, out, script = (tmp_path / name for name in ("two", "out", "killed.py"))
     _, errors = run_process(command(data, two, target, **options), two_processes)
-    assert errors.count("step 12 of 12") == 1  # only one process prints
+    assert errors.count("training: 12 of 12") == 1  # only one process prints
     check_same(two, train("one", **options, batch_size=4))
     script.write_text(KILLED_IN_MID_EPOCH)
     arguments = command(data, out, target, **options)

@@ -23,10 +23,9 @@ from starlette.exceptions import HTTPException
 
 from eagle_fsd.chat.backend import LocalBackend
 from eagle_fsd.chat.decode_queue import DecodeQueue, JobUpdate
-from eagle_fsd.chat.request_body import RequestError, read_json
+from eagle_fsd.chat.request_body import RequestError, UnansweredError, read_json
 from eagle_fsd.chat.serve.asgi import ClosingStream, parted_response, until_disconnected
 from eagle_fsd.chat.serve.openai_format import (
-    ANSWER_ERRORS,
     ApiError,
     ChatRequest,
     CompletionRequest,
@@ -79,9 +78,9 @@ class CancellableRoute(APIRoute):
         return handler
 
 
-def api_app(backend: LocalBackend, names: Sequence[str]) -> FastAPI:
-    """Return the application: a model under one or several names."""
-    created = int(time.time())
+def api_app(backend: LocalBackend) -> FastAPI:
+    """Return the application."""
+    created, names = int(time.time()), backend.names
     app = FastAPI(
         title="eagle-fsd",
         version=version("eagle-fsd"),
@@ -99,19 +98,18 @@ def api_app(backend: LocalBackend, names: Sequence[str]) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def rejected(request: Request, error: HTTPException) -> Response:
         if isinstance(error, ApiError):
-            # Errors of answers are counted where they arise.
-            if request.method == "POST" and not isinstance(error.__cause__, ANSWER_ERRORS):
+            if request.method == "POST":
                 backend.queue.metrics.requests.labels("refused").inc()
             return _error_response(error)
         message = f"{request.method} {request.url.path}: {error.detail}"  # from the router
         body = ApiError(message, error.status_code).body()
         return JSONResponse(body, error.status_code, error.headers)
 
-    async def unanswered(_: Request, error: Exception) -> Response:
-        return _error_response(answer_error(error, {}))
-
-    for kind in ANSWER_ERRORS:
-        app.add_exception_handler(kind, unanswered)
+    @app.exception_handler(UnansweredError)
+    async def unanswered(request: Request, error: UnansweredError) -> Response:
+        # The backend has counted it.
+        names = getattr(request.state, "parameter_names", {})
+        return _error_response(answer_error(error, names))
 
     @app.exception_handler(Exception)
     async def failed(_: Request, __: Exception) -> Response:  # the guard logs the exception
@@ -134,37 +132,32 @@ def api_app(backend: LocalBackend, names: Sequence[str]) -> FastAPI:
             "max_model_len": backend.model.target.stable_length,
         }
 
-    async def answer(request: ChatRequest | CompletionRequest, client: str) -> Response:
-        check_model(request.model)
-        try:
-            acceptance = backend.acceptance(request.fsd, request.lossless)
-            if request.method == "ar":
-                acceptance = AcceptanceConfig()
-        except RequestError as error:
-            raise answer_error(error, request.parameter_names) from error
+    async def answer(body: ChatRequest | CompletionRequest, request: Request) -> Response:
+        request.state.parameter_names = body.parameter_names
+        check_model(body.model)
+        acceptance = backend.acceptance(body.fsd, body.lossless)
+        if body.method == "ar":
+            acceptance = AcceptanceConfig()
         certificate = backend.model.certificate_for(acceptance)
-        if certificate is not None and not request.decodes_as(certificate):
+        if certificate is not None and not body.decodes_as(certificate):
             certificate = None
         headers = {"X-Eagle-FSD-Acceptance": acceptance_label(acceptance, certificate)}
-        params = request.answer_params()
-        if not request.stream:
+        params = body.answer_params()
+        if not body.stream:
             context = backend.model.target.stable_length
             check_logprobs(params, backend.limits.max_new_tokens, context)
-        builder = ResponseBuilder(request, len(params), backend.tokens)
-        updates = answer_choices(backend, params, client, request.method)
-        if request.stream:
-            events = stream(updates, builder, request)
+        builder = ResponseBuilder(body, len(params), backend.tokens)
+        updates = answer_choices(backend, params, request.state.client, body.method)
+        if body.stream:
+            events = stream(updates, builder, body)
             # An error before the first event sets the HTTP status. The last header tells nginx not
             # to buffer the response.
             headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             first = await anext(events)
             return ClosingStream(events, "text/event-stream", headers, first)
-        try:
-            async with aclosing(updates):
-                async for index, update in updates:
-                    builder.add(index, update)
-        except ANSWER_ERRORS as error:
-            raise answer_error(error, request.parameter_names) from error
+        async with aclosing(updates):
+            async for index, update in updates:
+                builder.add(index, update)
         return parted_response(builder.response(), "application/json", headers)
 
     @app.get("/v1/models")
@@ -178,11 +171,11 @@ def api_app(backend: LocalBackend, names: Sequence[str]) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        return await answer(body, request.state.client)
+        return await answer(body, request)
 
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
-        return await answer(body, request.state.client)
+        return await answer(body, request)
 
     @app.post("/v1/embeddings")
     async def embed(body: EmbeddingRequest, request: Request) -> Response:
@@ -240,7 +233,7 @@ async def answer_choices(
     """Answer the choices of a request, at most :data:`MAX_CONCURRENT_CHOICES` at the same time.
 
     Yields the index of a choice and its next update as they arrive. If one fails, the others are
-    cancelled and its error, one of :data:`ANSWER_ERRORS`, is raised.
+    cancelled and its error is raised.
     """
     arrived: asyncio.Queue[tuple[int, JobUpdate | Exception | None]]
     arrived = asyncio.Queue(MAX_UNREAD_UPDATES)
@@ -293,11 +286,10 @@ async def stream(
                 for chunk in builder.chunks(index, update):
                     yield _event(chunk)
                     started = True
-    except ANSWER_ERRORS as error:
-        found = answer_error(error, request.parameter_names)
+    except UnansweredError as error:
         if not started:
-            raise found from error
-        yield _event(found.body())
+            raise
+        yield _event(answer_error(error, request.parameter_names).body())
         return
     if request.stream_options.include_usage:
         yield _event(builder.usage_chunk())

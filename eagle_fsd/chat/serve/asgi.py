@@ -1,4 +1,4 @@
-"""Helpers for ASGI applications: responses in parts, bodies that were read, disconnects."""
+"""Helpers for ASGI applications: responses in parts, and disconnects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.responses import StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 Result = TypeVar("Result")
 #: Bytes of a response that are written at once.
@@ -59,16 +59,6 @@ def parted_response(
 
     length = {"content-length": str(len(body))}
     return StreamingResponse(parts(), headers={**(headers or {}), **length}, media_type=media_type)
-
-
-def replay_body(body: bytes, receive: Receive) -> Receive:
-    """Return a ``receive`` that first delivers a body that has already been read."""
-    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replay() -> Message:
-        return pending.pop() if pending else await receive()
-
-    return replay
 
 
 async def until_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:

@@ -10,6 +10,7 @@ request is from: the owner of a key, or else an address.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hmac
@@ -25,13 +26,11 @@ from secrets import token_hex
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from eagle_fsd.chat.request_body import RefusedError, read_body
-from eagle_fsd.chat.serve.asgi import replay_body
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +41,8 @@ API_KEYS_VARIABLE = "EAGLE_FSD_API_KEYS"
 OPEN_ROUTES = ("/health", "/ready")
 #: Files of the web page, which asks its visitors for a key.
 PAGE_ROUTES = ("/", "/page.css", "/page.js")
+#: Maximum number of seconds that a client may take to send a request body.
+BODY_TIMEOUT = 30.0
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\s:/?#@\[\]\\]+)(:(?P<port>\d{1,5}))?", re.I)
 _UNIQUE_HEADERS = (b"host", b"origin", b"authorization", b"content-type", b"content-length")
@@ -133,13 +134,10 @@ class Guard:
             scope.setdefault("state", {})["client"] = client  # also for the connection
             receive = await self._read(scope, sent, receive)
             await self.app(scope, receive, tracked_send)
-        except RefusedError as error:
-            challenges = {}
-            if error.status == 401:
-                # Not Basic: browsers would ask for a password before the page can.
-                challenges = {"WWW-Authenticate": 'Bearer realm="eagle-fsd", charset="UTF-8"'}
-            body = self.error_body(str(error), error.status)
-            await JSONResponse(body, error.status, challenges)(scope, receive, tracked_send)
+        except HTTPException as error:
+            body = self.error_body(error.detail, error.status_code)
+            response = JSONResponse(body, error.status_code, error.headers)
+            await response(scope, receive, tracked_send)
         except ClientDisconnect:
             pass
         except Exception:
@@ -149,26 +147,28 @@ class Guard:
                 await JSONResponse(body, 500)(scope, receive, tracked_send)
 
     def _check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str:
-        """Return the client; raise RefusedError unless the request's head is acceptable."""
+        """Return the client; raise HTTPException unless the request's head is acceptable."""
         if len(headers) < len(scope["headers"]) and _is_ambiguous(scope["headers"]):
-            raise RefusedError(400, "headers that identify a request must not be repeated")
+            raise HTTPException(400, "headers that identify a request must not be repeated")
         host = headers.get(b"host", b"").decode("latin-1")
         match = _HOST.fullmatch(host)
         if match is None or not self._is_own_name(match["name"], scope.get("server")):
             message = f"the Host header must name this server; got {host!r}: see --trusted-hosts"
-            raise RefusedError(421, message)
+            raise HTTPException(421, message)
         origin = headers.get(b"origin", b"").decode("latin-1")
         own = b"origin" not in headers or _is_same_site(origin, match)
         if not own and origin not in self.access.origins:
-            raise RefusedError(403, "requests from other sites' web pages are not allowed")
+            raise HTTPException(403, "requests from other sites' web pages are not allowed")
         key = self._key(headers)
         reads_page = scope["method"] in ("GET", "HEAD") and scope["path"] in PAGE_ROUTES
         public = scope["path"] in OPEN_ROUTES or (self.access.page and reads_page)
         if self.access.keys and key is None and not public:
-            raise RefusedError(401, "a valid key is required")
+            # Not Basic: browsers would ask for a password before the page can.
+            challenge = {"WWW-Authenticate": 'Bearer realm="eagle-fsd", charset="UTF-8"'}
+            raise HTTPException(401, "a valid key is required", challenge)
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if _has_body(headers) and kind != b"application/json":
-            raise RefusedError(415, "the Content-Type must be application/json")
+            raise HTTPException(415, "the Content-Type must be application/json")
         address = scope.get("client")
         return key or (address[0] if address else "")
 
@@ -203,9 +203,30 @@ class Guard:
         """Read the body within its bounds; return the ``receive`` that delivers it."""
         if not _has_body(headers):
             return receive
-        length = headers.get(b"content-length", b"").decode("latin-1")
-        body = await read_body(Request(scope, receive).stream(), length, self.max_body)
-        return replay_body(body, receive)
+        too_large = HTTPException(413, f"the request body exceeds {self.max_body} bytes")
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and int(length) > self.max_body:
+            raise too_large
+
+        async def collect() -> bytes:
+            data = bytearray()
+            async for chunk in Request(scope, receive).stream():
+                data += chunk
+                if len(data) > self.max_body:
+                    raise too_large
+            return bytes(data)
+
+        try:
+            body = await asyncio.wait_for(collect(), BODY_TIMEOUT)
+        except asyncio.TimeoutError:
+            message = f"the request body was not complete after {BODY_TIMEOUT:g} s"
+            raise HTTPException(408, message) from None
+        pending: list[Message] = [{"type": "http.request", "body": body}]
+
+        async def replay() -> Message:
+            return pending.pop() if pending else await receive()
+
+        return replay
 
 
 @cache

@@ -25,7 +25,7 @@ class ServerMetrics:
     ``eagle_fsd_tokens_total / eagle_fsd_steps_total`` (summed over origins), and the fraction of
     their fuzzy tokens ``eagle_fsd_tokens_total{origin="fuzzy"}`` over that sum.
 
-    The decoding thread reports its events, the event loop also calls :meth:`request_finished`.
+    The decoding thread sets them, the event loop also calls :meth:`request_finished`.
     """
 
     def __init__(self) -> None:
@@ -63,18 +63,6 @@ class ServerMetrics:
             "Time per token after the first step, of each answer.",
             buckets=TOKEN_BUCKETS,
         )
-
-    def request_started(self, waited: float) -> None:
-        """Count a request that is taken from the queue, where it waited ``waited`` seconds."""
-        self.wait_seconds.observe(waited)
-
-    def answer_began(self, seconds: float) -> None:
-        """Count the first tokens of an answer, ``seconds`` after its submission."""
-        self.first_token_seconds.observe(seconds)
-
-    def step_finished(self, seconds: float, rows: int, tokens: int) -> None:
-        """Count a decoding step of ``rows`` rows, which emitted ``tokens`` tokens."""
-        self.step_seconds.observe(seconds)
 
     def request_finished(
         self, outcome: Outcome, stats: Mapping[str, Any], seconds_per_token: float | None = None

@@ -31,15 +31,9 @@ from pydantic import (
 )
 from starlette.exceptions import HTTPException
 
-from eagle_fsd.chat.config import AnswerOptions
-from eagle_fsd.chat.decode_queue import (
-    AbortedError,
-    ClosedError,
-    DecodingError,
-    JobUpdate,
-    QueueFullError,
-)
-from eagle_fsd.chat.request_body import RequestError, shorten
+from eagle_fsd.chat.config import RequestOptions
+from eagle_fsd.chat.decode_queue import JobUpdate
+from eagle_fsd.chat.request_body import RequestError, UnansweredError, shorten
 from eagle_fsd.chat.requests import MAX_ALTERNATIVES, MAX_BIAS
 from eagle_fsd.chat.serve.body import Body
 from eagle_fsd.chat.serve.tools import (
@@ -61,13 +55,10 @@ MAX_TOKENS = 1_048_576
 #: Maximum number of log-probabilities in a response that is not streamed, of 100 bytes each.
 MAX_LOGPROBS = 262_144
 MAX_BIASES = 300
-#: What an answer may raise.
-ANSWER_ERRORS = (RequestError, QueueFullError, DecodingError)
 #: Parameters that are passed on as they are.
 _FORWARDED = {
-    *(*AnswerOptions.model_fields, "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
-    *("fsd", "lossless", "logit_bias", "echo", "logprobs"),
-    *("truncation", "chat_template_kwargs"),
+    *RequestOptions.model_fields,
+    *("echo", "logprobs", "truncation", "chat_template_kwargs"),
 }
 #: Parameters that change which tokens are sampled, beside the temperature.
 _SHAPING = {
@@ -223,7 +214,7 @@ class ResponseFormat(Body):
         return {"type": "object"} if self.type == "json_object" else None
 
 
-class GenerationRequest(AnswerOptions, Body):
+class GenerationRequest(RequestOptions, Body):
     """Parameters that chats and completions share."""
 
     model: str
@@ -232,13 +223,6 @@ class GenerationRequest(AnswerOptions, Body):
     top_p: float = Field(default=1.0, ge=0, le=1, description="1 is off; 0 is greedy.")
     top_k: int = Field(default=-1, ge=-1, description="-1 and 0 are off.")
     stop: Strings = Field(default=[], description="Strings that end the answer.")
-    stop_token_ids: Annotated[list[int], FailFast()] = Field(
-        default=[], description="Tokens that end the answer."
-    )
-    ignore_eos: bool = Field(default=False, description="Continue after end-of-sequence tokens.")
-    min_tokens: int = Field(default=0, ge=0, description="Minimum number of tokens.")
-    fsd: dict[str, Any] = Field(default={}, description="Acceptance options.")
-    lossless: bool = Field(default=False, description="Decode losslessly.")
     method: Literal["fsd", "ar"] = Field(
         default="fsd", description="ar: decode without the drafter, losslessly."
     )
@@ -719,19 +703,15 @@ class ApiError(HTTPException):
         return {"error": error}
 
 
-def answer_error(error: Exception, names: Mapping[str, str]) -> ApiError:
-    """Convert one of :data:`ANSWER_ERRORS`; ``names`` maps its parameter names to the client's."""
-    if isinstance(error, (ClosedError, AbortedError)):
-        return ApiError(str(error), 503)
-    if isinstance(error, QueueFullError):
-        return ApiError(str(error), 429)
-    if isinstance(error, DecodingError):
-        return ApiError(str(error), 500)
+def answer_error(error: UnansweredError, names: Mapping[str, str]) -> ApiError:
+    """Convert an error; ``names`` maps its parameter names to the client's."""
     message = str(error)
-    param = getattr(error, "param", None) or names.get(message.split()[0].rstrip(":"))
+    if not isinstance(error, RequestError):
+        return ApiError(message, error.status)
+    param = error.param or names.get(message.split()[0].rstrip(":"))
     for name, known in names.items():
         message = message.replace(name, known)
-    if not (isinstance(error, RequestError) and error.code == RequestError.CONTEXT):
+    if error.code != RequestError.CONTEXT:
         return ApiError(message, param=param)
     param = param or ("messages" if "messages" in names else "prompt")
     return ApiError(message, code="context_length_exceeded", param=param)

@@ -22,9 +22,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from eagle_fsd.chat.backend import LocalBackend
-from eagle_fsd.chat.config import Limits
-from eagle_fsd.chat.decode_queue import DecodingError, QueueFullError
-from eagle_fsd.chat.request_body import RequestError, read_json, shorten
+from eagle_fsd.chat.request_body import RequestError, UnansweredError, read_json, shorten
 from eagle_fsd.chat.serve.api import CancellableRoute, add_status_routes
 from eagle_fsd.chat.serve.asgi import ClosingStream
 from eagle_fsd.chat.serve.openai_format import (
@@ -33,8 +31,6 @@ from eagle_fsd.chat.serve.openai_format import (
     completion_logprobs,
 )
 from eagle_fsd.chat.wire_format import conversation_template, decode_chat
-from eagle_fsd.model.pipeline import EagleFSD
-from eagle_fsd.utils.chat_templates import ChatTemplate
 
 log = logging.getLogger(__name__)
 
@@ -42,68 +38,45 @@ log = logging.getLogger(__name__)
 HEART_BEAT_INTERVAL = int(os.environ.get("FASTCHAT_WORKER_HEART_BEAT_INTERVAL", "5"))
 #: Seconds to wait for the controller.
 CONTROLLER_TIMEOUT = 5.0
-#: FastChat's error codes, see ``fastchat.constants.ErrorCode``.
-INVALID_KEY, OVERLOADED, INTERNAL = 40101, 42903, 50001
+#: Further error codes of FastChat.
+INVALID_KEY, INTERNAL = 40101, UnansweredError.code
 
 
 class FSDWorker:
     """A pair behind a FastChat controller, or without one if ``controller`` is None.
 
-    ``address`` is the URL at which FastChat's servers reach this worker, and ``names`` are the
-    model's names for clients.
+    ``address`` is the URL at which FastChat's servers reach this worker.
     """
 
-    def __init__(
-        self,
-        model: EagleFSD,
-        chat_template: ChatTemplate,
-        limits: Limits,
-        controller: str | None,
-        address: str,
-        names: list[str],
-    ) -> None:
-        self.controller, self.address, self.names = controller, address, names
-        self.context_len = model.target.stable_length
+    def __init__(self, backend: LocalBackend, controller: str | None, address: str) -> None:
+        self.backend, self.queue = backend, backend.queue
+        self.controller, self.address = controller, address
+        self.context_len = backend.model.target.stable_length
         self.call_ct = 0  # requests for answers so far
-        self.backend = LocalBackend(model, chat_template, limits, name=names[0])
-        self.queue = self.backend.queue
 
     def status(self) -> dict[str, Any]:
         """Return the model's names and the number of its requests, as FastChat expects them."""
-        return {"model_names": self.names, "speed": 1, "queue_length": len(self.queue)}
+        return {"model_names": self.backend.names, "speed": 1, "queue_length": len(self.queue)}
 
     def keep_registered(self) -> None:
-        """Register with the controller, and send it heartbeats; does not return."""
-        self.register_to_controller()
+        """Register with the controller, and send it heartbeats; does not return.
+
+        If a heartbeat finds that the controller does not know this worker, it registers again.
+        """
+        found: Any = {"exist": False}
         while True:
+            if isinstance(found, dict) and not found.get("exist"):
+                status = {"worker_status": self.status(), "check_heart_beat": True}
+                self._ask_controller("register_worker", {**status, "multimodal": False})
             time.sleep(HEART_BEAT_INTERVAL)
+            found = None
             if self.queue.ready:  # otherwise, the controller forgets this worker
-                self.send_heart_beat()
-
-    def register_to_controller(self) -> None:
-        """Register; if the controller is unreachable, the next heartbeat retries."""
-        self._ask_controller(
-            "register_worker",
-            {
-                "worker_name": self.address,
-                "check_heart_beat": True,
-                "worker_status": self.status(),
-                "multimodal": False,
-            },
-        )
-
-    def send_heart_beat(self) -> None:
-        """Send a heartbeat; register if the controller does not know this worker."""
-        found = self._ask_controller(
-            "receive_heart_beat",
-            {"worker_name": self.address, "queue_length": len(self.queue)},
-        )
-        if isinstance(found, dict) and not found.get("exist"):
-            self.register_to_controller()
+                length = {"queue_length": len(self.queue)}
+                found = self._ask_controller("receive_heart_beat", length)
 
     def _ask_controller(self, route: str, body: dict[str, Any]) -> Any:
         """Return the controller's reply, or log a warning and return None without a valid one."""
-        url = f"{self.controller}/{route}"
+        url, body = f"{self.controller}/{route}", {"worker_name": self.address, **body}
         try:
             reply = httpx.post(url, json=body, timeout=CONTROLLER_TIMEOUT, trust_env=False)
             return reply.raise_for_status().json()
@@ -151,12 +124,8 @@ class FSDWorker:
                         "logprobs": logprobs,
                         "fsd": update.stats,
                     }
-        except RequestError as error:
+        except UnansweredError as error:
             yield error_output(str(error), error.code)
-        except QueueFullError as error:
-            yield error_output(str(error), OVERLOADED)
-        except DecodingError as error:
-            yield error_output(str(error), INTERNAL)
 
 
 def _answer_params(params: dict[str, Any]) -> dict[str, Any]:
@@ -229,12 +198,8 @@ def worker_app(worker: FSDWorker) -> FastAPI:
             )
         try:
             vectors, count = await worker.backend.embed(texts, request.state.client)
-        except RequestError as error:  # counted by the backend
+        except UnansweredError as error:  # counted by the backend
             return JSONResponse(error_output(str(error), error.code))
-        except QueueFullError as error:
-            return JSONResponse(error_output(str(error), OVERLOADED))
-        except DecodingError as error:
-            return JSONResponse(error_output(str(error), INTERNAL))
         base64 = params.get("encoding_format") == "base64"
         found = [base64_vector(vector) if base64 else vector.tolist() for vector in vectors]
         return JSONResponse({"embedding": found, "token_num": count})

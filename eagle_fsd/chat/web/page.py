@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from eagle_fsd.chat.backend import LocalBackend
 from eagle_fsd.chat.config import AnswerOptions
 from eagle_fsd.chat.serve.guard import PAGE_ROUTES
-from eagle_fsd.utils.options import Options, OptionsError
+from eagle_fsd.utils.options import Options, OptionsError, field_bounds
 
 #: Maximum of the temperature slider, as in the API.
 MAX_TEMPERATURE = 2.0
@@ -73,7 +73,7 @@ def page_settings(
         message = f"temperature must be at most {MAX_TEMPERATURE:g} for the page"
         raise OptionsError(f"{message}; got {options.temperature:g}")
     return {
-        "model": backend.name,
+        "model": backend.names[0],
         "rule": acceptance.rule,
         "label": acceptance.label,
         "controls": [_control(name, backend, options) for name in CONTROLS],
@@ -98,9 +98,7 @@ def _control(name: str, backend: LocalBackend, options: AnswerOptions) -> dict[s
     }
     if choices := get_args(option.annotation):
         return {**control, "choices": choices, "value": value}
-    bounds = {"le": math.inf}
-    for item in option.metadata:
-        bounds |= {key: getattr(item, key) for key in ("ge", "le") if hasattr(item, key)}
+    bounds = {"le": math.inf, **field_bounds(option)}
     limits = {
         "threshold": _max_threshold(backend),
         "temperature": MAX_TEMPERATURE,

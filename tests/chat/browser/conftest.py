@@ -35,9 +35,9 @@ def server() -> Iterator[tuple[ControlledBackend, str, str]]:
     model = EagleFSD.from_pretrained()
     model.acceptance = model.acceptance.updated(threshold=0.2, min_ratio=0.0)
     template, limits = load_chat_template(model.tokenizer), Limits(max_body=200_000)
-    backend = ControlledBackend(model, template, limits, BUNDLED_NAME)
+    backend = ControlledBackend(model, template, limits, [BUNDLED_NAME])
     InventedTokens(backend)
-    app = api_app(backend, [BUNDLED_NAME])
+    app = api_app(backend)
     add_page(app, page_settings(backend, AnswerOptions(), EXAMPLES))
     access = Access(keys=(KEY,), page=True)
     open_to_all, keyed = (
