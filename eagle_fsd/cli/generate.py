@@ -128,7 +128,7 @@ def generate(
             slower = stats.slower_than_plain and not pair.compile  # which may have compiled
             if speedup and stats.tokens:
                 slower = _print_speedup(model, encoded, config, stats) < 1.0
-                _print_closed_gate(model, encoded.ids)
+                _print_closed_gate(model, encoded.ids, config)
             if slower and stats.steps >= MIN_STEPS and not as_json:
                 _print_advice(stats)
 
@@ -215,14 +215,17 @@ def _print_advice(stats: DecodeStats) -> None:
     )
 
 
-def _print_closed_gate(model: EagleFSD, ids: Tensor) -> None:
-    """Say if FSD cannot differ from lossless decoding, because the drafter is too far off."""
+def _print_closed_gate(model: EagleFSD, ids: Tensor, config: GenerateConfig) -> None:
+    """Say if FSD hardly differs from lossless decoding, because the drafter is too far off."""
     from eagle_fsd.model.probe import describe_closed_gate, gate_divergences
 
     acceptance = model.acceptance
     if acceptance.rule != "fsd" or acceptance.lossless:
         return
-    found = gate_divergences(model, [ids[0]], PROBED_TOKENS, acceptance.divergence)
+    if acceptance.divergence_on == "warped" and config.temperature:
+        return  # greedy decoding, which is probed, warps nothing
+    count = min(PROBED_TOKENS, config.max_new_tokens)
+    found = gate_divergences(model, [ids[0]], count, acceptance.divergence)
     message = describe_closed_gate(found, acceptance.threshold)
     if message is not None:
         err.print(f"{message}. Train the drafter further, or raise the threshold.")

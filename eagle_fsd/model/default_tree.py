@@ -52,11 +52,11 @@ def fit_tree(model: EagleFSD) -> None:
     file, key = cache_folder().with_name(CACHE_FILE), _key(model)
     try:
         known = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # missing or damaged
+        if key in known:
+            model.tree = TreeConfig.from_dict(known[key])
+            return
+    except (OSError, ValueError, TypeError, AttributeError):  # missing or damaged
         known = {}
-    if key in known:
-        model.tree = TreeConfig.from_dict(known[key])
-        return
     log.warning("timing a few steps to choose the draft tree; eagle-fsd tune finds better ones")
     tree = choose_tree(*_time_passes(model))
     try:

@@ -314,6 +314,8 @@ def _candidate_reads(
         found.append(tuple(index + offset for index in ids))
     if not found:
         return [default]
+    if len(set(map(len, found))) > 1:
+        raise CheckpointError(f"{path}: its two {LAYER_IDS} differ in their numbers of layers")
     # Doubt a numbering if the other one gives the layers that heads read by default.
     difference = -1 if nested else 1
     if default not in found and default == tuple(index + difference for index in found[0]):
@@ -325,7 +327,7 @@ def _candidate_reads(
 def _choose_reads(
     path: str | Path, head: Eagle3Head, target: Target, candidates: list[tuple[int, ...]]
 ) -> None:
-    """Let the head read the hidden states with which it agrees most, if measuring is cheap."""
+    """Choose the hidden states that the head reads by its agreement, if measuring is cheap."""
     if not is_cheap(target):
         log.warning(
             "%s is ambiguous about the hidden states that the head reads; assuming the inputs of"
@@ -336,9 +338,9 @@ def _choose_reads(
         return
     head.reads, agreement = detect_layers(head, target, sample_texts(target), candidates)
     log.warning(
-        "%s is ambiguous about the hidden states that the head reads: it agrees with the target at"
-        " %s of the positions of texts; using the inputs of layers %s",
+        "%s is ambiguous about the hidden states that the head reads; using the inputs of layers %s"
+        " (agreement with the target on sampled texts: %s)",
         path,
-        ", ".join(f"{share:.1%} with {reads}" for reads, share in agreement.items()),
         head.reads,
+        ", ".join(f"{share:.1%} with {reads}" for reads, share in agreement.items()),
     )

@@ -190,8 +190,7 @@ class Engine:
         self._renew()
         first = len(self.rows)
         for group in self._prompts:  # fill the gap that dropped rows left
-            count = range(len(group.rows))
-            self._swap((first + place, group.first + place) for place in count)
+            self._swap((first + at, group.first + at) for at in range(len(group.rows)))
             group.first, first = first, first + len(group.rows)
         self.reserve(first + len(rows), max(row.request.max_length for row in rows))
         width = max(row.request.decision.rule.state_size for row in rows)
@@ -267,8 +266,7 @@ class Engine:
             return
         self._prompts.popleft()
         live = len(self.rows)
-        count = range(len(group.rows))
-        self._swap((live + place, group.first + place) for place in count)
+        self._swap((live + at, group.first + at) for at in range(len(group.rows)))
         for place, row in enumerate(group.rows):
             if self._drafts_from_cache and row.length:
                 self.caches.rows[live + place].entries = row.length - 1

@@ -43,6 +43,8 @@ DTYPES: dict[str, str | torch.dtype] = {
 
 #: Device maps that spread a model over the devices of the machine.
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
+#: Error for GPUs of Apple.
+NO_MPS = "mps lacks float64, in which tokens are sampled: use --device cpu"
 
 #: Options of a target with which only Hugging Face itself finds files.
 OWN_SEARCH = {"cache_dir", "local_files_only", "revision"}
@@ -260,6 +262,8 @@ def _uses_gpu(device_map: str | torch.device | dict[str, Any]) -> bool:
     used = False
     for place in places:
         if isinstance(place, str) and place in SPREAD:
+            if torch.backends.mps.is_available():  # where Hugging Face places models
+                raise ValueError(NO_MPS)
             used = used or torch.cuda.is_available()
             continue
         if place == "disk":
@@ -271,7 +275,7 @@ def _uses_gpu(device_map: str | torch.device | dict[str, Any]) -> bool:
         if device.type == "meta":
             raise ValueError("cannot decode on the meta device: it holds no data")
         if device.type == "mps":
-            raise ValueError("mps lacks float64, in which tokens are sampled: use --device cpu")
+            raise ValueError(NO_MPS)
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise ValueError(
                 f"{device} does not exist: this machine has {torch.cuda.device_count()} CUDA"

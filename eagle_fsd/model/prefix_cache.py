@@ -113,10 +113,11 @@ class RowCaches:
         return cache.enlarged(max(rows, cache.rows), longer)
 
     def shared(self, row: int, prompt: Sequence[int], drafter: Drafter | None) -> int:
-        """Return the number of leading tokens of a prompt, without its last, that a row holds.
+        """Return how many leading tokens of a prompt, without its last, a row's caches can serve.
 
-        If the drafter (None if it has no cache) reads hidden states, which are not stored, it is
-        one less.
+        ``drafter`` is None if it has no cache. Its cache may hold fewer tokens than the target's,
+        as after plain decoding. If it reads hidden states, which are not stored, the last common
+        token does not count.
         """
         cached = self.rows[row]
         if cached.epoch != self.epoch:

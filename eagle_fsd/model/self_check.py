@@ -125,9 +125,9 @@ def _with_short_windows(target: Target) -> Target:
 
 
 def _run_passes(target: Target, groups: int) -> tuple[float, list[Tensor], list[Tensor]]:
-    """Run a tree pass, with queries folded in ``groups``, and plain passes over its paths.
+    """Run a tree pass, which folds ``groups`` query heads per key head, and passes over its paths.
 
-    Return the logits' relative error at the median node, and each prompt's features and logits.
+    Return the logits' relative error at the median node, and each prefix's features and logits.
     """
     device, generator = target.device, torch.Generator().manual_seed(0)
     size = min(target.vocab_size, target.embed.weight.shape[0])

@@ -60,7 +60,7 @@ def regenerate(
 
     Every process of ``accelerate launch`` or ``torchrun`` calls this, with the same output file. A
     server rewrites the chats if its ``base_url`` is set. ``progress`` reports ``reading`` (in
-    bytes) and ``rewriting`` (in chats).
+    bytes) and ``rewriting`` (in chats), and ``on_tokens`` new tokens, in the first process only.
     """
     if server is not None and server.base_url is not None:
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -73,7 +73,8 @@ def regenerate(
             return rewrite_chats(remote, chats, request.out, config=config, progress=report)
     state = start_processes()
     check_device_map(request.device_map, state.num_processes)
-    progress = progress if state.is_main_process else no_progress
+    if not state.is_main_process:
+        progress, on_tokens = no_progress, ignore_tokens
     device = request.device_map or (state.device if state.num_processes > 1 else None)
     loaded = LoadedTarget.load(request, device, token)
     with progress("reading") as report:

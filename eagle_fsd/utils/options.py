@@ -79,10 +79,11 @@ def describe_field(options: type[BaseModel], name: str) -> str:
     field = options.model_fields[name]
     kind = _without_none(field.annotation)
     if _is_union(kind):  # of booleans and names
-        names = [str(name) for item in get_args(kind) for name in get_args(item)]
-        return f"true, false or {' or '.join(names)}"
+        choices = [str(choice) for item in get_args(kind) for choice in get_args(item)]
+        return f"true, false or {' or '.join(choices)}"
     if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(str, get_args(kind)))}"
+        choices = [str(choice) for choice in get_args(kind)]
+        return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
     if kind is bool:
         return "true or false"
     if kind is int or kind is float:

@@ -124,8 +124,8 @@ def test_head_that_does_not_fit_needs_its_target(other_head: Path, chats: Path, 
         status, out, err = run(*words, "--drafter", other_head)
         assert (status, out) == (1, ""), words
         assert err.splitlines()[-1] == (
-            f"error: {other_head}: this head belongs to another target: its hidden size is 32, the"
-            " target's is 128; pass its own target (--target)"
+            f"error: {other_head}: this head belongs to another target: it reads hidden states of"
+            " size 32, the target's have size 128; pass its own target (--target)"
         )
         assert not Path("out").exists()
     for words in DECODING[::3]:

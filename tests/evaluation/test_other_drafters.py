@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from eagle_fsd import EagleFSD, TreeConfig
+from eagle_fsd import EagleFSD
 from eagle_fsd.chat.backend import LocalBackend
 from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.serve.guard import Guard
 from eagle_fsd.chat.serve.worker import FSDWorker, worker_app
 from eagle_fsd.chat.wire_format import ASSISTANT, END, USER
-from eagle_fsd.evaluation import tune as tune_module
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, GridConfig
-from eagle_fsd.evaluation.search import prediction, search
 from eagle_fsd.evaluation.sweep import sweep
 from eagle_fsd.evaluation.tune import tune
 from eagle_fsd.model.config import Settings, read_settings
@@ -30,18 +28,6 @@ CONFIG = EvaluationConfig(max_new_tokens=12)
 CHAT: Chat = [{"role": "user", "content": "Mia has 8 apples and buys 4 more. How many are there?"}]
 
 DRAFTERS = ("bundled-eagle3", "bundled-draft-model", "ngram", "adaptive-ngram")
-
-
-@pytest.fixture
-def few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure every step once for a moment, and predict from one recording."""
-    chain = TreeConfig(total_tokens=12, depth=10, top_k=1)
-    for name, value in (("SECONDS", 0.0), ("ROUNDS", 1)):
-        monkeypatch.setattr(prediction, name, value)
-    monkeypatch.setattr(search, "recorded_trees", lambda: [chain])
-    monkeypatch.setattr(search, "TIMED_ROUNDS", 1)
-    monkeypatch.setattr(tune_module, "BATCHES", (4,))
-    monkeypatch.setattr(tune_module, "BATCH_ROUNDS", 1)
 
 
 def answer_texts(file: Path) -> list[list[str]]:

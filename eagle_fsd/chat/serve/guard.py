@@ -123,10 +123,10 @@ class Guard:
 
         async def tracked_send(message: Message) -> None:
             nonlocal started
-            if not started:  # the message with the headers
+            if message["type"] == "http.response.start":
+                started = True
                 headers = [*message.get("headers", ()), (b"x-request-id", identifier)]
                 message = {**message, "headers": headers}
-            started = True
             await send(message)
 
         try:

@@ -209,11 +209,11 @@ def check_length(measured: Measurements) -> Finding:
 
 def check_depth(measured: Measurements) -> Finding:
     """Check whether tokens drafted deep in a chain are accepted less often than the first ones."""
-    rows = measured.by_depth
-    deep = [row for row in rows[2:] if row["steps"] >= MIN_COUNT]
-    if not deep:
+    rows, deep = measured.by_depth, measured.by_depth[2:]
+    total = sum(row["steps"] for row in deep)
+    if total < MIN_COUNT:
         return Finding("depth", "ok", "few chains get beyond two tokens")
-    first, total = rows[0]["accepted"], sum(row["steps"] for row in deep)
+    first = rows[0]["accepted"]
     later = sum(row["steps"] * row["accepted"] for row in deep) / total
     evidence = f"accepted {first:.1%} at depth 1, {later:.1%} from depth 3 on"
     step = "train the head on its own outputs: eagle-fsd train --unroll 3"

@@ -191,7 +191,7 @@ def requested_questions(
 
 
 def _solution(question: Question) -> str:
-    """Return a model answer to a question; an empty string if there is none."""
+    """Return a worked solution, else the answer; empty if neither can be an example."""
     if question.scored_by == "code":
         return ""
     answer = None if question.scored_by == "regex" else question.answer

@@ -50,8 +50,8 @@ class DraftHead(nn.Module, LevelDrafter):
         """Use the target's modules, and move to the target's device; see :meth:`Drafter.attach`."""
         if self.target_hidden_size != target.hidden_size:
             raise ValueError(
-                f"this head belongs to another target: its hidden size is"
-                f" {self.target_hidden_size}, the target's is {target.hidden_size}"
+                f"this head belongs to another target: it reads hidden states of size"
+                f" {self.target_hidden_size}, the target's have size {target.hidden_size}"
             )
         if self.config.vocab_size != target.vocab_size:
             raise ValueError(
