@@ -58,7 +58,7 @@ def test_distributions_are_those_of_log_softmax() -> None:
         torch.testing.assert_close(sums, torch.ones(2, 5))
 
 
-def test_a_top_p_of_zero_keeps_the_most_likely_token() -> None:
+def test_top_p_zero_keeps_the_most_likely_token() -> None:
     """As transformers' warper does, which accepts ``top_p=0``."""
     logits = _random(2, 3, 500)
     drawn = Warp(top_p=0.0)(logits, torch.rand(2, 3, dtype=torch.float64))[1]
