@@ -5,7 +5,7 @@
     python benchmarks/batches.py --threads 2
 
 The bundled pair answers the same word problems at every batch size, greedily, each way with its own
-tree; rows that end are replaced. Every batch size is measured once for each way, in turn.
+tree; rows that end are replaced. Every way is measured once at each batch size.
 """
 
 from __future__ import annotations
@@ -103,10 +103,10 @@ def _save(
     trees = ", ".join(f"{way.name} {way.tree.shape}" for way in ways if way.tree)
     note = f"{options.count} problems, greedy, at most {new_tokens} new tokens. Trees: {trees}."
     if others := ways[0].model.batch_trees:
-        least = ", ".join(f"{tree.shape} from {rows} on" for rows, tree in others.items())
-        note += f" Exact decoding of several prompts: {least}."
+        trees = ", ".join(f"{tree.shape} from {size} on" for size, tree in others.items())
+        note += f" Exact decoding of several prompts: {trees}."
     if options.compile:
-        note += " Only the steps in which all places are taken are compiled."
+        note += " Only the steps of full batches are compiled."
     table = Table("Many prompts at once", COLUMNS, rows, note)
     save_report(options, "batches", [table], finished=finished)
 
@@ -119,7 +119,7 @@ def answer(way: Contender, warm_up: Sequence[Any], prompts: Sequence[Any], new_t
     )
     longest = max(request.max_length for request in (*before, *requests))
     batch = way.model.batch(len(warm_up), longest, len(warm_up))
-    for part in (before, requests):
+    for part in (before, requests):  # what follows is about the second
         synchronize()
         begin = time.perf_counter()
         answers = [batch.add(request) for request in part]

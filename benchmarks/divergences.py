@@ -83,8 +83,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = new_parser("Compare divergences at equal quality.", compiles=False)
     parser.add_argument("--count", type=int, default=200, help="problems")
     parser.add_argument("--limit", type=float, default=1.0, help="points of accuracy to lose")
-    names = (REFERENCE, "kl", "kl_reversed")
-    parser.add_argument("--divergences", nargs="+", default=names, help=f"after {REFERENCE}")
+    parser.add_argument(
+        "--divergences",
+        nargs="+",
+        default=("kl", "kl_reversed"),
+        help=f"divergences to compare with {REFERENCE}; default: kl kl_reversed",
+    )
     options = parse(parser, arguments)
     names = tuple(dict.fromkeys((REFERENCE, *options.divergences)))
     new_tokens, bisections = 256, BISECTIONS
@@ -176,7 +180,7 @@ def answer(
 ) -> Answers | None:
     """Answer the problems greedily.
 
-    Returns None as soon as the net loss against ``exact`` exceeds ``allowed`` answers.
+    Returns None as soon as the net loss against ``exact`` is certain to exceed ``allowed`` answers.
     """
     prompts = [torch.tensor(task.ids) for task in tasks]
     count = len(tasks)

@@ -1,7 +1,8 @@
 """Decode for ``compare.py`` with the official EAGLE code, in an interpreter that can import it.
 
-It answers the same requests as ``revision_worker.py``. The checkout is used as it is: what it
-expects of a target's folder is provided in a temporary one.
+It answers the requests of ``revision_worker.py``, with ``dtype`` in place of ``compile`` and
+``max_new_tokens`` as the only option. The checkout is used as it is: what it expects of a target's
+folder is provided in a temporary one.
 """
 
 from __future__ import annotations

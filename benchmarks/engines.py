@@ -1,4 +1,4 @@
-"""Measure rules in vLLM on the CPU: plain decoding, exact speculation, and FSD.
+"""Measure rules in vLLM on the CPU: plain decoding, exact speculation, FSD and regret.
 
 ::
 
@@ -61,7 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=32, help="number of problems")
     parser.add_argument("--max-tokens", type=int, default=200, help="tokens per answer")
     options = parse(parser, arguments, device="cpu", dtype="float32")
-    threads = {"OMP_NUM_THREADS": str(options.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     count, concurrency = (2, [1, 2]) if options.quick else (options.count, [1, 16])
     target = locate_model(options.target)
     prompts = [task.ids for task in word_problems(load_tokenizer(target), count)]
@@ -88,38 +87,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         methods[EXACT] = {"speculative_config": speculative}
         for name, values in list(RULES.items())[: 1 if options.quick else None]:
             methods[name] = {"speculative_config": speculative, "settings": values}
-        answers: dict[int, list[list[int]]] = {}
-        speeds: dict[int, float] = {}
+        shared = {
+            "target": target,
+            "prompts": prompts,
+            "max_tokens": length,
+            "concurrency": concurrency,
+        }
+        plain: dict[int, tuple[list[list[int]], float]] = {}  # answers and speed
         for name, values in progress(methods.items(), "methods"):
-            file = Path(folder, "request.json")
-            request_values = {
-                "target": target,
-                "prompts": prompts,
-                "max_tokens": length,
-                "concurrency": concurrency,
-            }
-            file.write_text(json.dumps(request_values | values))
-            done = subprocess.run(
-                [options.vllm_python, WORKER, file],
-                env=os.environ | threads,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            if done.returncode:
-                raise RuntimeError(f"{name} failed in vLLM:\n{done.stderr[-2000:]}")
-            printed = json.loads(done.stdout.splitlines()[-1])
+            printed = run_worker(options.vllm_python, shared | values, options.threads)
             versions = ", ".join(map(" ".join, printed["versions"].items()))
             for row in printed["rows"]:
-                found, at_once = row.pop("answers"), row["requests"]
-                base = answers.setdefault(at_once, found)
-                row["equal_answers"] = sum(map(list.__eq__, found, base))
-                row["library_answers"] = sum(map(list.__eq__, found, library))
-                row["speed"] = row["tokens_per_second"] / speeds.setdefault(
-                    at_once, row["tokens_per_second"]
-                )
+                found, speed = row.pop("answers"), row["tokens_per_second"]
+                plain_answers, plain_speed = plain.setdefault(row["requests"], (found, speed))
+                row["equal_answers"] = count_equal(found, plain_answers)
+                row["library_answers"] = count_equal(found, library)
+                row["speed"] = speed / plain_speed
                 table.rows.append({"method": name, **row})
-            exact = table.rows[2:4]
+            exact = [row for row in table.rows if row["method"] == EXACT]
             equal, own = (
                 ", ".join(f"{row[name]} at {row['requests']}" for row in exact)
                 for name in ("equal_answers", "library_answers")
@@ -131,6 +116,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             save_report(options, report, [table], finished=False)
     save_report(options, report, [table])
+
+
+def run_worker(python: str, request: dict[str, Any], threads: int) -> dict[str, Any]:
+    """Run ``engines_worker.py`` in a process, and return what it prints."""
+    environment = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "request.json")
+        file.write_text(json.dumps(request))
+        done = subprocess.run(
+            [python, WORKER, file],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode:
+        raise RuntimeError(f"{WORKER.name} failed:\n{done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def count_equal(answers: list[list[int]], others: list[list[int]]) -> int:
+    """Return how many answers are equal to the others in the same places."""
+    return sum(one == other for one, other in zip(answers, others, strict=True))
 
 
 def own_answers(target: str, prompts: Sequence[list[int]], length: int) -> list[list[int]]:

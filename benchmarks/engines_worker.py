@@ -33,12 +33,12 @@ class Clock:
         self.seconds = 0.0
 
     def wrap(self, owner: Any, *names: str) -> None:
-        """Time methods of a class."""
+        """Time functions of a class or module."""
         for name in names:
             setattr(owner, name, self._timed(getattr(owner, name)))
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)  # the plugin checks the parameters of vLLM's functions
+        @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             try:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run all benchmarks on one GPU within 9 minutes, from the root of the repository:
+# Run the main benchmarks on one GPU within 9 minutes, from the root of the repository:
 #
 #     bash benchmarks/gpu.sh
 #

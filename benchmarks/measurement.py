@@ -83,8 +83,10 @@ def parse(
     for name, value in fixed.items():
         if getattr(options, name) != value:
             parser.error(f"--{name} must be {value}; got {getattr(options, name)}")
-    if vars(options).get("count", 2) < 2:  # intervals and quantiles take two answers
-        parser.error(f"--count must be at least 2; got {options.count}")
+    # Intervals and quantiles take two answers, a selection takes one.
+    for name, least in (("count", 2), ("trial", 1)):
+        if (number := vars(options).get(name, least)) < least:
+            parser.error(f"--{name} must be at least {least}; got {number}")
     name = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
     options.dtype = getattr(torch, name, None)
     if not isinstance(options.dtype, torch.dtype):
@@ -194,8 +196,8 @@ class StepTimes:
 
     ``blocks``: Seconds per step of each block. ``phases``: Seconds per step by phase; empty if the
     steps were replayed as CUDA graphs, which have no phases, until :func:`add_phases` has measured
-    them. ``phased``: Seconds of a step that was divided into these phases. ``tau``: Tokens emitted
-    per row and step.
+    them. ``phased``: Seconds of a step that was divided into these phases. ``captured``: Whether
+    the steps were replayed. ``tau``: Tokens emitted per row and step.
     """
 
     blocks: list[float] = field(default_factory=list)
@@ -211,7 +213,7 @@ class StepTimes:
 
 
 def time_steps(
-    contenders: Sequence[Contender],
+    ways: Sequence[Contender],
     ids: Tensor,
     timing: Timing,
     label: str,
@@ -224,13 +226,13 @@ def time_steps(
     ``ids``: ``[B, S]`` the prompts, on the target's device. ``accepted``: Drafted tokens that
     every step is forced to accept; default: no force. Returns the times by the contender's name.
     """
-    times = {contender.name: StepTimes() for contender in contenders}
+    times = {way.name: StepTimes() for way in ways}
     with ExitStack() as stack:
         calls = {}
-        for contender in contenders:
-            call = stack.enter_context(_start(contender, ids, timing, accepted))
+        for way in ways:
+            call = stack.enter_context(_start(way, ids, timing, accepted))
             _advance(call, len(ids) * timing.warm_up)
-            calls[contender.name] = call
+            calls[way.name] = call
         before = {
             name: (dict(call.stats.seconds), call.stats.tokens) for name, call in calls.items()
         }
@@ -257,19 +259,19 @@ def time_steps(
 
 def add_phases(
     times: Mapping[str, StepTimes],
-    contenders: Sequence[Contender],
+    ways: Sequence[Contender],
     ids: Tensor,
     timing: Timing,
     label: str,
     accepted: int | None = None,
 ) -> None:
     """Time steps that were replayed as CUDA graphs once more, without graphs, for their phases."""
-    replayed = [contender for contender in contenders if times[contender.name].captured]
     eager = []
-    for contender in replayed:
-        model = copy.copy(contender.model)
-        model.capture = False
-        eager.append(replace(contender, model=model))
+    for way in ways:
+        if times[way.name].captured:
+            model = copy.copy(way.model)
+            model.capture = False
+            eager.append(replace(way, model=model))
     for name, found in time_steps(
         eager, ids, timing, label=f"{label}, phases", accepted=accepted
     ).items():
@@ -460,11 +462,14 @@ def answer_in_turn(
     That is by default the first task. ``after`` is called with the number of tasks that count so
     far.
     """
-    for index, task in enumerate(progress([warm_up or tasks[0], *tasks], label)):
+    for method in methods:
+        method.answers = []
+    for counted, task in enumerate(progress([warm_up or tasks[0], *tasks], label)):
         for method in methods:
             answer = method.generate(task.ids)
-            method.answers = [answer] if index < 2 else [*method.answers, answer]
-        after(index)
+            if counted:
+                method.answers.append(answer)
+        after(counted)
 
 
 def fastest(methods: Iterable[Method]) -> dict[str, Method]:
@@ -475,6 +480,15 @@ def fastest(methods: Iterable[Method]) -> dict[str, Method]:
         if method.name not in best or speed > best[method.name][0]:
             best[method.name] = speed, method
     return {name: method for name, (_, method) in best.items()}
+
+
+def mean_ratio(name: str, above: Sequence[float], below: Sequence[float]) -> dict[str, Any]:
+    """Return the geometric mean of ratios by its name, and its 95% interval."""
+    logs = [math.log(a / b) for a, b in zip(above, below, strict=True)]
+    mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
+    error *= float(scipy.stats.t.ppf(0.975, len(logs) - 1))
+    interval = [math.exp(mean - error), math.exp(mean + error)]
+    return {name: math.exp(mean), f"{name}_interval": interval}
 
 
 def best_times(functions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
@@ -491,15 +505,6 @@ def best_times(functions: Mapping[str, Callable[[], object]], repeats: int) -> d
 
 
 # -- the floor ---------------------------------------------------------------------------------
-
-
-def mean_ratio(name: str, above: Sequence[float], below: Sequence[float]) -> dict[str, Any]:
-    """Return the geometric mean of ratios by its name, and its 95% interval."""
-    logs = [math.log(a / b) for a, b in zip(above, below, strict=True)]
-    mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
-    error *= float(scipy.stats.t.ppf(0.975, len(logs) - 1))
-    interval = [math.exp(mean - error), math.exp(mean + error)]
-    return {name: math.exp(mean), f"{name}_interval": interval}
 
 
 def copy_bandwidth(device: torch.device, quick: bool = False) -> float:
@@ -556,7 +561,7 @@ def _cache_bytes(config: Any, dtype: torch.dtype, layers: int | None = None) -> 
 
 
 def step_rows(
-    contenders: Sequence[Contender],
+    ways: Sequence[Contender],
     times: Mapping[str, StepTimes],
     context: int,
     rows: int,
@@ -570,9 +575,9 @@ def step_rows(
     """
     found = []
     plain = times[PLAIN].tau / times[PLAIN].seconds
-    for contender in contenders:
-        steps = times[contender.name]
-        floor = step_bytes(contender, context, rows) / bandwidth
+    for way in ways:
+        steps = times[way.name]
+        floor = step_bytes(way, context, rows) / bandwidth
         phases: dict[str, float | None] = dict.fromkeys((*SHOWN_PHASES, "rest"))
         if steps.phases:
             shown = {phase: 1e3 * steps.phases.get(phase, 0.0) for phase in SHOWN_PHASES}
@@ -580,8 +585,8 @@ def step_rows(
         speed = steps.tau / steps.seconds
         found.append(
             {
-                "method": contender.name,
-                "tree": "" if contender.tree is None else contender.tree.shape,
+                "method": way.name,
+                "tree": "" if way.tree is None else way.tree.shape,
                 "tau": steps.tau,
                 "step_ms": 1e3 * steps.seconds,
                 **{f"{phase}_ms": value for phase, value in phases.items()},
@@ -644,8 +649,9 @@ def save_report(
     machine, versions = environment["machine"], environment["versions"]
     device = machine.get("gpu") if options.device != "cpu" else machine["cpu"]
     dtype = str(options.dtype).removeprefix("torch.")
+    threads = "1 thread" if options.threads == 1 else f"{options.threads} threads"
     footnote = (
-        f"{device}, {options.threads} thread{'s'[: options.threads != 1]}, {dtype},"
+        f"{device}, {threads}, {dtype},"
         f" {'compiled' if options.compile else 'not compiled'},"
         f" {environment['date'][:10]}, torch {versions['torch']}, transformers"
         f" {versions['transformers']}, revision {environment['revision']}"

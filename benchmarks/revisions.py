@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         roots = {OLD: folder / "revision", NEW: ROOT}
         workers = {name: stack.enter_context(start_worker(root)) for name, root in roots.items()}
         for name, (target, head, tasks) in pairs.items():
-            # Without the settings beside it, whose format has changed.
+            # Without checkpoints, and the settings beside it, whose format has changed.
             weights = folder / name
             shutil.copytree(head, weights, ignore=shutil.ignore_patterns(SETTINGS_FILE, "check*"))
             request = {
@@ -124,11 +124,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f" r = {FSD['min_ratio']}."
             )
             tables.append(Table(name, COLUMNS, [], note))
-            for method, tree, chosen in cases:
+            for method, tree, given in cases:
                 own = {
                     **request,
                     "tree": [tree.total_tokens, tree.depth, tree.top_k],
-                    "options": {"max_new_tokens": new_tokens, **chosen},
+                    "options": {"max_new_tokens": new_tokens, **given},
                 }
                 old, new = (
                     Method(key, method, partial(worker, own)) for key, worker in workers.items()

@@ -6,9 +6,9 @@
     python benchmarks/shapes.py --device cuda --accepted 3
 
 Nothing is downloaded: the sizes are those of the published ``config.json`` files. Each shape is
-timed with a head that drafts the target's whole vocabulary, and with one that drafts
-:data:`DRAFT_VOCAB` tokens. Each step accepts ``--accepted`` drafted tokens, whatever they are, so
-speeds say what a head of that quality would gain; no text is produced.
+timed with a head that drafts the target's whole vocabulary and, if that is larger, with one that
+drafts :data:`DRAFT_VOCAB` tokens. Each step accepts ``--accepted`` drafted tokens, whatever they
+are, so speeds say what a head of that quality would gain; no text is produced.
 """
 
 from __future__ import annotations

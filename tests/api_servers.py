@@ -49,7 +49,7 @@ def free_port() -> int:
 
 
 def seconds_until(condition: Callable[[], bool], timeout: float = TIMEOUT) -> float:
-    """Wait for a condition; return the seconds it took, at most the timeout."""
+    """Wait for a condition; return the seconds it took, at least the timeout if it is not met."""
     begin = time.monotonic()
     while not condition() and time.monotonic() - begin < timeout:
         time.sleep(0.01)
@@ -133,13 +133,14 @@ class ServerProcess:
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.log = Path(tempfile.mkstemp(suffix=".log")[1])
+        descriptor, name = tempfile.mkstemp(suffix=".log")
+        self.log = Path(name)
 
         def limit_files() -> None:
             if files is not None:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
 
-        with self.log.open("wb") as log:
+        with open(descriptor, "wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "eagle_fsd.cli", *arguments, "--port", str(self.port)],
                 env={**os.environ, "OMP_NUM_THREADS": "1", **environment},

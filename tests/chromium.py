@@ -35,5 +35,7 @@ def headless(*arguments: str) -> Iterator[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         chrome = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
-    yield chrome
-    chrome.quit()
+    try:
+        yield chrome
+    finally:
+        chrome.quit()

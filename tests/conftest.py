@@ -25,7 +25,7 @@ import pytest
 from accelerators import reset_accelerator_state
 from hypothesis import settings
 
-from eagle_fsd import EagleFSD
+from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.cli import main
 
 # A shell ignores Ctrl-C in background jobs; the programs that tests interrupt would inherit that.
@@ -62,8 +62,6 @@ def loaded_once(monkeypatch: pytest.MonkeyPatch, model: EagleFSD) -> None:
 @pytest.fixture
 def few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches measure every step once for a moment, and predict from one recording."""
-    from eagle_fsd import TreeConfig
-
     chain = TreeConfig(total_tokens=12, depth=10, top_k=1)
     for name, value in (
         ("search.prediction.SECONDS", 0.0),

@@ -263,7 +263,7 @@ def answer_alone(pair: EagleFSD, ids: Tensor, new: int, **options: Any) -> list[
 
 @lru_cache
 def reference(architecture: str = DEFAULT_ARCHITECTURE, aligned: bool = False) -> Tensor:
-    """Return Hugging Face's greedy answer to :func:`batch`, checked not to be trivial."""
+    """Return Hugging Face's greedy output for :func:`batch`, checked not to be trivial."""
     pair = aligned_pair(architecture) if aligned else random_pair(architecture)
     ids, mask = batch()
     sequences = greedy_reference(pair.model, ids, mask, new=NEW_TOKENS)

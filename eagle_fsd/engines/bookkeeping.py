@@ -1,4 +1,4 @@
-"""Count what a rule accepts, and keep its states, without reads from the device.
+"""Count what a rule accepts, and keep its states; only the log reads from the device.
 
 Shape letters: ``B`` requests, ``W`` numbers in a rule's state.
 """
@@ -23,12 +23,11 @@ class RuleStates:
     """The state of a rule for every request, on the device, from one step to the next."""
 
     def __init__(self, rule: AcceptanceRule) -> None:
-        wrappers = []
+        self._delayed: list[bool] = []  # of each column, the innermost wrapper's first
         while isinstance(rule, WrappedRule):
-            wrappers.append(rule)
+            self._delayed.insert(0, isinstance(rule, DelayedRule))
             rule = rule.rule
-        assert not rule.state_size  # every column is that of a wrapper, the innermost one's first
-        self._delayed = [isinstance(wrapper, DelayedRule) for wrapper in reversed(wrappers)]
+        assert not rule.state_size
         self._values: dict[str, Tensor] = {}  # [W] of each request
         self._names: list[str] = []  # of the last call of `of`
 
@@ -72,10 +71,10 @@ class EngineRule:
         self._counts: Tensor | None = None  # of each Origin, on the device
         self._reported = time.monotonic()
 
-    def record(self, inputs: VerificationInputs, found: Verification, kept: bool) -> None:
-        """Count the tokens of a step and, if they are ``kept``, advance the rule's states."""
+    def record(self, inputs: VerificationInputs, found: Verification, advance: bool) -> None:
+        """Count the tokens of a step and, with ``advance``, store the rule's next states."""
         self.count(found.origins)
-        if kept:
+        if advance:
             self.states.store(self.rule.advance(inputs, found))
 
     def count(self, origins: Tensor) -> None:

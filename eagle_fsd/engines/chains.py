@@ -50,7 +50,7 @@ class Layout:
     shape: DraftTree
 
     @classmethod
-    def of(cls, ends: Tensor, total: int, longest: int) -> Layout:
+    def of(cls, ends: Tensor, total: int, max_length: int) -> Layout:
         """Lay out chains, given the end of each request among ``total`` drafted tokens ``[B]``."""
         ends = ends.long()
         starts = torch.cat([ends.new_zeros(1), ends[:-1]])
@@ -58,7 +58,7 @@ class Layout:
         requests = torch.arange(len(ends), device=ends.device)
         rows = torch.repeat_interleave(requests, counts, output_size=total)
         flat = torch.arange(total, device=ends.device)
-        steps = torch.arange(longest + 1, device=ends.device)
+        steps = torch.arange(max_length + 1, device=ends.device)
         index = torch.minimum(starts[:, None] + steps, ends[:, None] - 1).clamp(0, total - 1)
         real = steps <= counts[:, None]
         chain = steps[:, None] >= steps
@@ -69,7 +69,7 @@ class Layout:
             ancestors=torch.where(real[:, :, None], chain, steps[:, None] == steps),
             draft_rows=torch.where(steps < counts[:, None], steps, -1),
             draft_log_probs=ends.new_empty(len(ends), 0, 0, dtype=torch.float32),
-            max_depth=longest,
+            max_depth=max_length,
         )
         return cls(rows, flat - starts[rows] + 1, index, shape)
 
@@ -186,4 +186,4 @@ class ChainVerifier(EngineRule):
             return
         inputs, accepted, kept = self._step
         self._step = None
-        self.record(inputs, emitted(inputs, tokens, accepted), kept)
+        self.record(inputs, emitted(inputs, tokens, accepted), advance=kept)

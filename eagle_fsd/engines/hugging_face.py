@@ -114,9 +114,9 @@ def write_repository(
     """Write a repository with the files of a drafter's folder.
 
     ``version`` is the required version of this package. ``settings`` is a file that replaces the
-    folder's ``fsd.json``, and ``target`` the target's name in the card. Raises ValueError if the
-    output folder is not empty, the drafter's folder holds no model, or settings are invalid, and
-    FileNotFoundError if there is no file ``settings``.
+    folder's ``fsd.json``, and ``target`` the target's name in the card. Raises ValueError if
+    ``out`` is neither new nor an empty folder, the drafter's folder holds no model, or settings are
+    invalid, and FileNotFoundError if there is no file ``settings``.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} must be an empty or a new folder")

@@ -57,7 +57,8 @@ def find_settings(config: Any) -> Settings | None:
             raise ValueError(f"neither a path nor an object; got {given!r}")
     except (OSError, ValueError) as error:
         raise OptionsError(f"settings for eagle_fsd: {error}") from error
-    check_supported(settings)
+    if not settings.lossless:
+        check_supported(settings)
     return settings
 
 
@@ -68,11 +69,11 @@ def rule_of(config: Any) -> AcceptanceRule | None:
 
 
 def check_supported(acceptance: AcceptanceConfig) -> None:
-    """Raise an OptionsError if no engine can apply the settings to its chains."""
+    """Raise ``OptionsError`` if no engine can apply the settings."""
     if acceptance.fallback != "exact" or acceptance.selection != "longest":
         raise OptionsError(
-            "engines draft chains, for which eagle_fsd supports fallback exact and selection"
-            f" longest; got {acceptance.fallback} and {acceptance.selection}"
+            "eagle_fsd supports fallback exact and selection longest in engines; got"
+            f" {acceptance.fallback} and {acceptance.selection}"
         )
     if acceptance.divergence_on != "raw":
         raise OptionsError(

@@ -206,6 +206,7 @@ def test_options_that_a_script_cannot_use_are_refused(
         (training, ["--dtype", "bfloat16"], "--dtype must be float32; got bfloat16"),
         (training, ["--device", "cuda"], "--device must be cpu; got cuda"),
         (compare, ["--count", "1"], "--count must be at least 2; got 1"),
+        (drafters, ["--trial", "0"], "--trial must be at least 1; got 0"),
         (engines, ["--vllm-python", "python", "--device", "cuda"], "must be cpu; got cuda"),
         (compare, official[:2], "must be given together"),
         (compare, ["--tree", "16/7/2"], "--tree requires --eagle"),

@@ -34,6 +34,8 @@ def test_settings_come_from_the_configuration_or_the_environment(
     assert find_settings({}) == expected
     assert find_settings({"eagle_fsd": {"rule": "typical"}}) == Settings(rule="typical")
     assert find_settings({"eagle_fsd": {}}) == Settings()
+    lossless = {"fallback": "stop"}  # no rule to apply
+    assert find_settings({"eagle_fsd": lossless}) == Settings(fallback="stop")
 
 
 def test_settings_that_engines_cannot_apply_are_rejected(tmp_path: Path) -> None:

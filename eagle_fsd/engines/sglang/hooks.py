@@ -3,6 +3,8 @@
 ``eagle_sample`` adds penalties and biases to the target's logits in place, then calls ``apply`` of
 the grammar's mask, then verifies the tree. So a mask with the rule behind it sees processed logits,
 and what it leaves in them is what SGLang emits.
+
+Shape letters: ``R`` rows of logits, one for each node of each request's tree, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ EAGLE_SAMPLE = "sglang.srt.speculative.eagle_utils.eagle_sample"
 CHECK_ARGUMENTS = "sglang.srt.server_args.ServerArgs.check_server_args"
 #: Kinds of speculation whose trees ``eagle_sample`` verifies.
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
-#: Options that must keep these values: their rules would be replaced, or their draws.
+#: Options that must keep these values: the plugin replaces what others select, rules and draws.
 DEFAULTS = {
     "speculative_accept_threshold_single": 1.0,
     "speculative_accept_threshold_acc": 1.0,
@@ -83,7 +85,7 @@ def check_arguments(settings: Settings, result: None, server: Any) -> None:
     for name, default in DEFAULTS.items():
         if (value := getattr(arguments, name)) != default:
             raise OptionsError(f"eagle_fsd needs {name} {default}; got {value}")
-    drafter = arguments.speculative_draft_model_path or algorithm
+    drafter = arguments.speculative_draft_model_path or algorithm  # n-grams have no folder
     check_weights(settings, {"target": arguments.model_path, "drafter": drafter}, log)
     log.info("%s", describe(settings, "SGLang"))
 
@@ -130,7 +132,7 @@ class RelaxedSample:
         return output
 
     def relax(self, logits: Tensor, verify_input: Any, batch: Any) -> None:
-        """Apply the rule to processed logits ``[B * N, V]``, in place."""
+        """Apply the rule to processed logits ``[R, V]``, in place."""
         size, info = verify_input.draft_token_num, batch.sampling_info
         tokens = verify_input.draft_token.view(-1, size)
         tree = linked_tree(

@@ -3,8 +3,8 @@
 SGLang describes a tree by each node's first child (``retrieve_next_token``) and next sibling
 (``retrieve_next_sibling``), -1 where there is none. It does not keep the draft's distributions.
 
-Shape letters: ``B`` requests, ``N`` nodes of a tree, ``R = B * N`` rows of logits, ``A``
-maximum number of tokens per step, ``V`` vocabulary.
+Shape letters: ``B`` requests, ``N`` nodes of a tree, ``R = B * N`` rows of logits, ``V``
+vocabulary, ``W`` numbers in a rule's state.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class TreeVerifier(EngineRule):
             state=state,
         )
         kept = verify(inputs, self.rule)
-        self.record(inputs, kept, state is not None)
+        self.record(inputs, kept, advance=state is not None)
 
         real = torch.arange(kept.path.shape[1], device=logits.device) < kept.count[:, None]
         nodes = torch.where(real, kept.path, tree.size)  # a spare one

@@ -2,9 +2,9 @@
 
 vLLM loads plugins before it reads its configuration, so its classes are extended in place: a
 configuration with settings is checked when it is made, in the first process; a worker extends its
-model runner, whose rejection sampler takes the rule when it is made. What another version of vLLM
-may lack is imported only where it is used: there, settings are refused, and without settings
-nothing changes.
+model runner, whose rejection sampler takes the rule when it is made (Model Runner V1) or when the
+model has been loaded (V2). What another version of vLLM may lack is imported only where it is used:
+there, settings are refused, and without settings nothing changes.
 """
 
 from __future__ import annotations
@@ -95,8 +95,6 @@ def check_config(config: VllmConfig) -> None:
             f" --logprobs-mode raw_logprobs or raw_logits; got {config.model_config.logprobs_mode}"
         )
     rule = rule_for(settings)
-    if config.use_v2_model_runner:
-        _check_v2(config, rule)
     if reads_draft(rule) and speculative.method not in ("eagle", "eagle3", "draft_model"):
         raise OptionsError(
             "a rule that compares distributions needs an EAGLE head or a draft model; got the"
@@ -105,6 +103,8 @@ def check_config(config: VllmConfig) -> None:
     for option in ("use_local_argmax_reduction", "parallel_drafting", "use_heterogeneous_vocab"):
         if reads_draft(rule) and getattr(speculative, option):
             raise OptionsError(f"a rule that compares distributions does not support {option}")
+    if config.use_v2_model_runner:
+        _check_v2(config, rule)
     # vLLM also checks the configuration of a draft model, whose model_config is the draft's.
     target = speculative.target_model_config or config.model_config
     folders = {"target": target.model, "drafter": str(speculative.model)}
@@ -113,7 +113,7 @@ def check_config(config: VllmConfig) -> None:
 
 
 def _check_v2(config: VllmConfig, rule: AcceptanceRule) -> None:
-    """Refuse what Model Runner V2 would do with distributions that show the rule."""
+    """Refuse what makes Model Runner V2 show changed distributions or drop the draft's."""
     for name, value in (
         ("enable_adaptive_verification", config.speculative_config.enable_adaptive_verification),
         ("return_sampling_mask", config.model_config.return_sampling_mask),

@@ -5,8 +5,8 @@ the target's distributions (``budget`` raises their probabilities), so the kerne
 sampling, accept them, too. Everything else remains vLLM's, among it the lossless verification of
 the other tokens.
 
-Shape letters: ``B`` requests, ``T`` drafted tokens of all requests, ``V`` vocabulary,
-``W`` numbers in a rule's state.
+Shape letters: ``B`` requests, ``T`` drafted tokens of all requests, ``N`` nodes of a chain, ``V``
+vocabulary, ``W`` numbers in a rule's state.
 """
 
 from __future__ import annotations
@@ -100,8 +100,9 @@ class RelaxedSampler(RejectionSampler):
 
     def _raw_distributions(self, logits: Tensor, layout: Layout) -> Distributions:
         """Return the raw distributions ``[B, N, V]`` of the chains with the logits ``[T, V]``."""
+        assert self.raw is not None  # vLLM calls this within forward
         requests, nodes = layout.index.shape
-        if self.raw is not None and len(self.raw) == requests * nodes:  # chains of equal lengths
+        if len(self.raw) == requests * nodes:  # chains of equal lengths
             return Distributions.of(self.raw.float().view(requests, nodes, -1))
         return Distributions.of(logits[layout.index])
 

@@ -41,7 +41,7 @@ class RelaxedSamplerV2(RejectionSampler):
         sampler.verifier = ChainVerifier(rule, log)
 
     def _verify_in_chunks(self, *args: Any) -> Any:
-        """Verify in chunks whose ``[B, K + 1, V]`` tensors have at most the size of ``[R, V]``."""
+        """Verify in chunks whose ``[B, K + 1, V]`` tensors fit vLLM's limit on rows of logits."""
         *before, limit, max_num_logprobs, drafted = args
         limit = max(1, limit // (self.num_speculative_steps + 1))
         return super()._verify_in_chunks(*before, limit, max_num_logprobs, drafted)
@@ -60,11 +60,11 @@ class RelaxedSamplerV2(RejectionSampler):
         ends = cu_num_logits[1:] - torch.arange(1, len(idx_mapping) + 1, device=logits.device)
         layout = Layout.of(ends, total, self.num_speculative_steps)
         rows = torch.arange(total, device=logits.device) + layout.rows  # of the drafted tokens
-        own = None
+        drafts = None
         if reads_draft(self.verifier.rule):
             assert draft_logits is not None  # checked when vLLM starts
-            own = draft_logits[idx_mapping[layout.rows], layout.nodes - 1].float()
-        tree = layout.tree(drafted[rows + 1], own)
+            drafts = draft_logits[idx_mapping[layout.rows], layout.nodes - 1].float()
+        tree = layout.tree(drafted[rows + 1], drafts)
         state = None
         if self.verifier.rule.state_size:
             state = self._state(pos[cu_num_logits[:-1].long()], idx_mapping, idx_mapping_np)
@@ -76,12 +76,12 @@ class RelaxedSamplerV2(RejectionSampler):
         process, scale = self.sampler.apply_sampling_params, sampling.apply_temperature
         unscaled: list[Tensor] = []
 
-        def recorded(values: Tensor, *args: Any) -> None:
+        def recorded(values: Tensor, *options: Any) -> None:
             unscaled.append(values.clone())
-            scale(values, *args)
+            scale(values, *options)
 
-        def relaxed(values: Tensor, *args: Any) -> Tensor:
-            warped = process(values, *args)
+        def relaxed(values: Tensor, *options: Any) -> Tensor:
+            warped = process(values, *options)
             raw = at_nodes(values)
             processed = at_nodes(unscaled[0]) if unscaled else raw
             inputs = VerificationInputs(
