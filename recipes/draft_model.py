@@ -80,7 +80,7 @@ def build_draft_model(target: LlamaForCausalLM, layers: tuple[int, ...]) -> Llam
 def train_draft_model(config: DraftModelConfig, target: Path, work: Path, out: Path) -> None:
     """Train the draft model and save it in half precision, without a tokenizer.
 
-    The chats are rewritten by the target first; an interruption of that resumes.
+    The target first rewrites the answers; if that is interrupted, it resumes.
     """
     work.mkdir(parents=True, exist_ok=True)
     answers = work / "answers.jsonl"

@@ -24,14 +24,14 @@ class Overlaps:
                 self._found.setdefault(part, question)
 
     def find(self, chat: Chat) -> str | None:
-        """Return a question that a user's message of the chat contains :data:`WORDS` words of."""
+        """Return a question that shares :data:`WORDS` words with a user's message, or None."""
         messages = (item["content"] for item in chat if item["role"] == "user")
         parts = (part for message in messages for part in _parts(message))
         return next((self._found[part] for part in parts if part in self._found), None)
 
 
-def questions(path: Path) -> Iterator[str]:
-    """Yield the questions of a JSON Lines file of any of the benchmarks' layouts."""
+def read_questions(path: Path) -> Iterator[str]:
+    """Yield the questions of a JSON Lines file in any of the benchmarks' layouts."""
     for record in read_jsonl(path):
         yield from record.get("turns") or [record.get("question") or record["prompt"]]
 

@@ -61,7 +61,7 @@ from eagle_fsd.train.synthesize import synthesize
 from eagle_fsd.train.training_folder import TrainingFolder
 from eagle_fsd.utils.files import atomic_write, read_jsonl
 from recipes.measure import measure
-from recipes.overlap import Overlaps, questions
+from recipes.overlap import Overlaps, read_questions
 from recipes.publish import (
     describe_measurement,
     describe_tree,
@@ -75,14 +75,9 @@ STAGES = ("chats", "features", "eagle2", "eagle3", "tune", "calibrate", "card", 
 SHARED = Path("../shared/data")
 #: Questions whose answers are written for training.
 GSM8K = "gsm8k_train.jsonl"
-SPEC_BENCH = "spec_bench_question.jsonl"
+SPEC_BENCH, IFEVAL = "spec_bench_question.jsonl", "ifeval_prompts.jsonl"
 #: Benchmarks whose questions are never trained on.
-BENCHMARKS = (
-    "mt_bench_question.jsonl",
-    SPEC_BENCH,
-    "ifeval_prompts.jsonl",
-    "gsm8k_test.jsonl",
-)
+BENCHMARKS = ("mt_bench_question.jsonl", SPEC_BENCH, IFEVAL, "gsm8k_test.jsonl")
 #: First chats, which are not trained on: their questions select the settings.
 TUNING_CHATS = 128
 #: Tree that the heads are compared with.
@@ -92,8 +87,8 @@ RELAXED = ("--rule", "acc 0.5")
 #: Nats per token that an answer of the setting to certify may give up, and the percentage points of
 #: IFEval's prompts that it may lose.
 MAX_REGRET, MAX_DROP = 0.05, 3
-#: Heads by stage. The target's projection has 49,152 rows, which every level of a draft tree reads;
-#: an EAGLE-3 head contains its rows, and 16 MB hold 4,096.
+#: Heads by stage. Every level of a draft tree reads the output projection: a few thousand rows
+#: instead of the target's 49,152. An EAGLE-3 head contains its rows; with 4,096 it has 15 MB.
 CONFIGS = {
     "eagle2": TrainConfig(
         draft_vocab_size=8192, tokens_per_batch=2048, lr=1e-3, unroll=2, epochs=6
@@ -114,7 +109,7 @@ log = logging.getLogger(__name__)
 
 
 class Factor(NamedTuple):
-    """What a row of ``speed`` changes: one prompt at a time, float32, eager, one thread.
+    """How a row of ``speed`` differs from one prompt at a time in float32, eager, on one thread.
 
     ``options`` are those of ``tune`` and ``evaluate``, and ``context`` counts tokens of a text
     before every question. Unless ``tuned``, trees are those of the head's ``fsd.json``. At most
@@ -224,7 +219,8 @@ class Recipe:
                 continue
             overlaps = Overlaps(())
             if SHARED.is_dir():
-                overlaps = Overlaps(q for name in BENCHMARKS for q in questions(SHARED / name))
+                files = (SHARED / name for name in BENCHMARKS)
+                overlaps = Overlaps(question for file in files for question in read_questions(file))
             else:
                 log.warning("%s is missing: the chats are not compared with benchmarks", SHARED)
             written = [*self._synthesize(part), *self._answer_questions(part)]
@@ -243,7 +239,7 @@ class Recipe:
         )
         out = self.work / f"synthesized-{part}.jsonl"
         request = SynthesizeRequest(target=TARGET, out=out, count=self.scale.chats)
-        shown = WritingProgress()
+        shown = WritingProgress(config)
         return list(synthesize(request, config, progress=shown.stage, on_tokens=shown.add_tokens))
 
     def _answer_questions(self, part: int) -> list[Chat]:
@@ -252,7 +248,7 @@ class Recipe:
             return []
         prompts, out = self.work / f"questions-{part}.jsonl", self.work / f"answered-{part}.jsonl"
         start = part * self.scale.answers
-        own = list(islice(questions(SHARED / GSM8K), start, start + self.scale.answers))
+        own = list(islice(read_questions(SHARED / GSM8K), start, start + self.scale.answers))
         if not own:
             return []
         write_questions(prompts, own)
@@ -260,7 +256,7 @@ class Recipe:
             max_new_tokens=self.scale.max_new_tokens, batch_size=self.scale.batch_size
         )
         request = RegenerateRequest(data=prompts, out=out, target=TARGET, dtype=fastest_dtype())
-        shown = WritingProgress()
+        shown = WritingProgress(config)
         answered = regenerate(request, config, progress=shown.stage, on_tokens=shown.add_tokens)
         return [] if answered is None else list(answered)
 
@@ -310,11 +306,9 @@ class Recipe:
     def train(self, stage: str, features: Path, folder: Path, out: Path) -> None:
         """Train a head in a folder, from the one in ``out`` if there is one, and save it there."""
         training = TrainingFolder(folder)
-        start = None
+        start = training.recorded("head")
         if not training.exists and (out / "config.json").exists():
             start = out
-        elif training.exists:
-            start = json.loads((folder / "recipe.json").read_text())["data"]["head"]
         request = TrainRequest(
             features=features,
             out=folder,
@@ -330,7 +324,7 @@ class Recipe:
         """Run ``eagle-fsd tune`` or ``calibrate`` on the questions that are not trained on."""
         tuning = self._tuning_questions()
         questions: str | Path
-        file, tokens = SHARED / BENCHMARKS[2], min(256, self.scale.max_new_tokens)
+        file, tokens = SHARED / IFEVAL, min(256, self.scale.max_new_tokens)
         options: dict[str, object] = {
             "--target": TARGET,
             "--drafter": self._drafter(name),
@@ -426,7 +420,7 @@ class Recipe:
                 options = {**common, "--count": self.scale.tuning, "--out": folder / "tune"}
                 questions = self._tuning_questions()
                 run_command("tune", questions, options, *words, threads=factor.threads)
-                settings = folder / "tune" / "fsd.json"
+                settings = folder / "tune" / SETTINGS_FILE
             count = min(self.scale.timed, factor.questions)
             options = {**common, "--count": count, "--out": folder / "evaluate"}
             options |= {"--baseline": "hf", "--settings": settings}
@@ -477,8 +471,7 @@ def spec_bench() -> str | Path:
 def long_text(tokens: int) -> str:
     """Return a text of about ``tokens`` tokens: the first documents in Spec-Bench's questions."""
     tokenizer = load_tokenizer(locate_model(TARGET))
-    file = SHARED / SPEC_BENCH
-    turns = (record["turns"][0] for record in read_jsonl(file))
+    turns = (record["turns"][0] for record in read_jsonl(SHARED / SPEC_BENCH))
     documents = "\n\n".join(turn for turn in turns if len(turn) > 2000)
     ids = tokenizer(documents[: 10 * tokens], add_special_tokens=False).input_ids
     return str(tokenizer.decode(ids[:tokens]))
@@ -557,7 +550,7 @@ base_model: HuggingFaceTB/SmolLM2-135M-Instruct
 A head with {parameters} M parameters that drafts {settings[draft_vocab_size]} of the target's
 49,152 tokens. Its embedding is the target's. {settings_note}
 
-Trained by `python -m recipes.smollm2` on {chats} chats that the target wrote; questions of
+Trained by `python -m recipes.smollm2` on {chats} chats whose answers the target wrote; questions of
 MT-bench, Spec-Bench, IFEval and GSM8K's test set are not among them: {steps} steps that read
 {tokens} tokens, in {minutes} minutes on {machine}, {date}.
 """

@@ -228,7 +228,7 @@ def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out
 def save_weights(model: LlamaForCausalLM, out: Path) -> None:
     """Save a model without its tokenizer in half precision, as :func:`save_target` does."""
     model.half().save_pretrained(out)
-    # The settings of the published heads are for float32, on a GPU, too.
+    # The settings of the bundled heads are for float32, on a GPU, too.
     fields = {"dtype": "float32", **transformers4_fields(model.config, torch.float32)}
     _update_json(out / "config.json", **fields)
 

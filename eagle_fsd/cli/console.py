@@ -58,7 +58,7 @@ def print_table(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
 
 
 def print_report(report: dict[str, Any], where: Path | None, as_json: bool) -> None:
-    """Print an evaluation's tables, conclusions or verdict, and footnote, and name its folder."""
+    """Print a report as JSON, or its tables, conclusions or verdict, footnote and path."""
     from eagle_fsd.evaluation.tables import footnote, tables
     from eagle_fsd.evaluation.verdict import verdict
 
@@ -84,10 +84,10 @@ class ProgressBar:
 
     def __init__(self, label: str, immediate: bool = True) -> None:
         self.label, self.immediate = label, immediate
-        self.bar: Any = None
+        self._bar: Any = None
         self._task: Any = None
         self._tenths, self._printed = -1, 0.0  # tenths and time of the last line
-        self._first: tuple[int, float] | None = None  # work and time of the first progress
+        self._first: tuple[float, float] | None = None  # work and time when the total became known
 
     def __enter__(self) -> ProgressBar:
         if self.immediate:
@@ -95,42 +95,46 @@ class ProgressBar:
         return self
 
     def __exit__(self, *details: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
+        if self._bar is not None:
+            self._bar.stop()
 
-    def __call__(self, done: int, total: int, note: str = "") -> None:
-        """Show progress, and a note after the bar."""
+    def __call__(self, done: int, total: int, note: str = "", work: float | None = None) -> None:
+        """Show progress, and a note after the bar.
+
+        ``work`` is a finer measure than ``done``, in the same unit, for the bar and the time left.
+        """
         self._show()
-        if self.bar is not None:
-            self.bar.update(self._task, completed=done, total=total or None, note=note)
+        work = done if work is None else work
+        if self._bar is not None:
+            self._bar.update(self._task, completed=work, total=total or None, note=note)
             return
         now, tenths = time.monotonic(), done * 10 // total if total else 0
         if total:  # until then, what an earlier run has done is unknown, too
-            self._first = self._first or (done, now)
-        before, since = self._first or (done, now)
+            self._first = self._first or (work, now)
+        before, since = self._first or (work, now)
         if tenths != self._tenths or now - self._printed >= LINE_INTERVAL:
             self._tenths, self._printed = tenths, now
             parts = [f"{self.label}: {done} of {total or 'unknown'}", *([note] if note else [])]
-            if done > before:
-                minutes = (total - done) * (now - since) / (done - before) / 60
+            if work > before:
+                minutes = (total - work) * (now - since) / (work - before) / 60
                 parts.append(f"{minutes:.0f} minutes left")
             err.print(", ".join(parts))
 
     def _show(self) -> None:
         """Start the bar if standard error is a terminal."""
-        if self.bar is not None or not err.is_terminal:
+        if self._bar is not None or not err.is_terminal:
             return
         from rich import progress as rich_progress
 
-        self.bar = rich_progress.Progress(
+        self._bar = rich_progress.Progress(
             *rich_progress.Progress.get_default_columns(),
             rich_progress.TextColumn("{task.fields[note]}"),
             console=err,
             transient=True,
             speed_estimate_period=600.0,  # a single chat may take minutes
         )
-        self.bar.start()
-        self._task = self.bar.add_task(self.label, total=None, note="")
+        self._bar.start()
+        self._task = self._bar.add_task(self.label, total=None, note="")
 
 
 def progress(label: str) -> AbstractContextManager[Progress]:

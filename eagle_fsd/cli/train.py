@@ -87,7 +87,7 @@ def regenerate(
     """Rewrite every assistant turn with the target. An interrupted run resumes."""
     from eagle_fsd.train.regenerate import regenerate as run
 
-    shown = WritingProgress()
+    shown = WritingProgress(config)
     written = run(request, config, server, progress=shown.stage, on_tokens=shown.add_tokens)
     if written is not None:
         out.print(f"{len(written)} rewritten chats are in {request.out}.")
@@ -102,13 +102,13 @@ def synthesize(
     """Have the target write chats, both sides of them. An interrupted run resumes."""
     from eagle_fsd.train.synthesize import synthesize as run
 
-    shown = WritingProgress()
+    shown = WritingProgress(config)
     written = run(request, config, server, progress=shown.stage, on_tokens=shown.add_tokens)
     out.print(f"{len(written)} chats are in {request.out}.")
 
 
 def chats(*, request: Annotated[ChatsRequest, options("Chats")]) -> None:
-    """Write generated chats of word problems, which the bundled target was trained on."""
+    """Write generated chats of word problems, such as the bundled target was trained on."""
     from eagle_fsd.train.chat_file import write_chats
 
     if request.out.exists():
@@ -134,11 +134,13 @@ def export(*, request: Annotated[ExportRequest, options("Export")]) -> None:
 
 
 class WritingProgress:
-    """Show tokens per second while the target writes chats."""
+    """Show tokens per second and the time left while the target writes chats."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: RegenerateConfig) -> None:
         self.bar = ProgressBar("")
+        self._config = config
         self._tokens = self._done = self._total = 0
+        self._resumed: int | None = None  # chats of an earlier run
         self._started = 0.0
 
     @contextmanager
@@ -155,6 +157,7 @@ class WritingProgress:
     def report(self, done: int, total: int) -> None:
         """Show the number of complete chats."""
         self._done, self._total = done, total
+        self._resumed = done if self._resumed is None else self._resumed
         self._show()
 
     def add_tokens(self, count: int) -> None:
@@ -164,7 +167,11 @@ class WritingProgress:
 
     def _show(self) -> None:
         speed = self._tokens / max(time.monotonic() - self._started, 1e-3)
-        self.bar(self._done, self._total, f"{speed:.0f} tokens/s" if self._tokens else "")
+        # Chats of a batch end at about the same time; until then, their tokens are the progress.
+        written = (self._resumed or 0) + self._tokens / self._config.max_new_tokens
+        begun = min(self._done + self._config.batch_size, self._total)
+        work = max(self._done, min(written, begun))
+        self.bar(self._done, self._total, f"{speed:.0f} tokens/s" if self._tokens else "", work)
 
 
 class TrainingProgress:

@@ -5,7 +5,7 @@ Start with ``run.py`` (:func:`train`: from a chat file and a target to a head) a
 (``assistant_mask``), batches them (``dataset``), computes or loads the target's hidden states
 (``loaded_target``, ``features``, ``feature_store``), and optimizes the head (``heads``, ``losses``,
 ``trainer``, ``validation``). It writes checkpoints and metrics to a folder (``training_folder``),
-and finally a record, a model card and plots (``record``, ``model_card``, ``curves``).
+with a record, a model card and plots (``record``, ``model_card``, ``curves``).
 ``regenerate`` rewrites chats with the target or a server of it, ``synthesize`` writes new ones,
 ``export`` converts a head for other engines, and ``configs`` holds files for ``accelerate launch``.
 """

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle_fsd.train.chat_file import Chat, is_answer
 from eagle_fsd.utils.chat_templates import ChatTemplate
 
-#: Index of an empty chat that fills the last batch of an epoch.
+#: Index of an empty chat, which fills incomplete batches.
 FILLER = -1
 
 
@@ -50,8 +50,8 @@ def encode_chat(
 ) -> Example:
     """Tokenize a chat and mark the assistant's tokens, keeping at most ``max_length``.
 
-    Raises ValueError if the template rejects the chat, an assistant turn cannot be located, or the
-    tokenizer is not a fast one.
+    Raises ValueError if the template rejects the chat or omits a tool call or its result, an
+    assistant turn cannot be located, or the tokenizer is not a fast one.
     """
     if not tokenizer.is_fast:
         raise ValueError(f"training needs a fast tokenizer; {type(tokenizer).__name__} is not one")

@@ -139,7 +139,7 @@ class ChatFile(Sequence[Chat]):
         return "; ".join(parts) or None
 
 
-def write_chats(path: Path, count: int = 3000, seed: int = 3) -> Path:
+def write_chats(path: Path, count: int, seed: int = 3) -> Path:
     """Write generated chats of word problems as JSON Lines, unless the file exists."""
     if not path.exists():
         generated = itertools.islice(problems.chats("train", seed), count)
@@ -151,14 +151,15 @@ def write_chats(path: Path, count: int = 3000, seed: int = 3) -> Path:
 def parse_chat(text: bytes) -> tuple[Chat, RecordError | None]:
     """Parse one record; also return what is wrong with the turn that ended the chat, if one did.
 
-    User and assistant turns alternate; system turns may stand anywhere, results of tools after the
-    first user turn. What precedes it (ShareGPT splits long chats) is dropped, apart from system
-    turns. So is what follows the last answer. Raises :class:`RecordError` if there is no answer.
+    User and assistant turns alternate, except that either may follow a tool call or its result.
+    System turns may stand anywhere, results of tools after the first user turn. What precedes the
+    first user turn (ShareGPT splits long chats) is dropped, apart from system turns, and so is what
+    follows the last answer. Raises RecordError if the record is malformed or has no answer.
     """
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
-        details = getattr(error, "msg", None) or "not UTF-8 or nested too deeply"
+        details = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise RecordError("not JSON", f"not JSON: {details}") from None
     if not isinstance(record, dict):
         raise RecordError("not a JSON object")
@@ -190,7 +191,7 @@ def parse_chat(text: bytes) -> tuple[Chat, RecordError | None]:
     while chat and not is_answer(chat[-1]):
         chat.pop()
     if not chat:
-        raise problem or RecordError("no assistant turn")
+        raise problem or RecordError("no answer to a user turn")
     return chat, problem
 
 
@@ -222,9 +223,12 @@ def _parse_turn(number: int, turn: Any, role_key: str, content_key: str) -> dict
         message |= {key: turn[key] for key in TOOL_KEYS if isinstance(turn.get(key), str)}
     try:
         json.dumps(message, ensure_ascii=False).encode()
-    except (UnicodeEncodeError, RecursionError):
+    except UnicodeEncodeError:
         details = f"turn {number} contains a lone surrogate"
         raise RecordError("lone surrogate", details) from None
+    except RecursionError:
+        details = f"turn {number} has a tool call that is nested too deeply"
+        raise RecordError("malformed tool call", details) from None
     return message
 
 
@@ -259,12 +263,11 @@ def _parse_tool_calls(
 
 def _records(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
     """Yield the byte offset, line number and bytes of every record."""
-    first = file.read(REPORT_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+    first = file.read(1 << 20).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
     file.seek(0)
-    line = 1
     if first == b"[":
         with mmap(file.fileno(), 0, access=ACCESS_READ) as data:
-            counted = 0  # bytes whose line ends are in `line`
+            line, counted = 1, 0  # `line` is that of byte `counted`
             for start, end in _array_elements(data):
                 text = data[start:end]
                 start += len(text) - len(text.lstrip())

@@ -34,7 +34,7 @@ EAGLE3_DEFAULTS: dict[str, float] = {
 }
 #: Options that are fields of :class:`~eagle_fsd.model.drafters.eagle3.Eagle3Flags`.
 EAGLE3_FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
-#: Bounds of the number of epochs, and of the tokens read in all of them, by default.
+#: By default, there are as many epochs as read so many tokens in all, within these bounds.
 MIN_EPOCHS, MAX_EPOCHS, TRAINED_TOKENS = 4, 20, 12_000_000
 #: Largest vocabulary of an EAGLE-3 head by default.
 DRAFT_VOCAB_SIZE = 32_000
@@ -81,7 +81,7 @@ class TrainConfig(Options):
         ge=1,
         le=2**31,
         description="Tokens that the head can draft: the most frequent ones of the training text's"
-        f" answers; default: all, but of eagle3 at most {DRAFT_VOCAB_SIZE}.",
+        f" answers; default: all; eagle3: at most {DRAFT_VOCAB_SIZE}.",
     )
     fc_norm: bool = Field(
         False, description="eagle3: norm each hidden state by itself before fc (EAGLE-3.1)."
@@ -217,7 +217,7 @@ class TrainConfig(Options):
         warmup = min(self.warmup, total // 10)
         if step < warmup:
             return (step + 1) / warmup
-        return max(0.0, (total - step) / max(1, total - warmup))
+        return (total - step) / (total - warmup)
 
 
 class PartialTrainConfig(TrainConfig):
@@ -314,7 +314,7 @@ class RegenerateRequest(TargetOptions):
 
 
 class RegenerateServer(Options):
-    """An OpenAI-compatible server of the target, which rewrites chats without loading it here."""
+    """An OpenAI-compatible server of the target, which writes turns without loading it here."""
 
     base_url: str | None = Field(
         None,

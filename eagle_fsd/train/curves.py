@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,11 @@ def draw_curves(metrics: Sequence[dict[str, Any]], path: Path) -> None:
     title = "JS divergence between target and draft at accepted nodes"
     axes[len(PANELS)].set(title=title, xlabel="depth in the tree", ylabel="nats")
     lines = [line for line in metrics if line.get("js_by_depth")]
-    every = max(1, len(lines) // (MAX_DEPTH_CURVES - 1))
-    shown = lines[::every][1 - MAX_DEPTH_CURVES :] + lines[-1:]
-    for step, values in {line["step"]: line["js_by_depth"] for line in shown}.items():
-        axes[len(PANELS)].plot(values, marker="o", markersize=4, label=f"step {step}")
+    every = max(1, math.ceil(len(lines) / MAX_DEPTH_CURVES))
+    for line in reversed(lines[::-every]):  # up to the last one
+        axes[len(PANELS)].plot(
+            line["js_by_depth"], marker="o", markersize=4, label=f"step {line['step']}"
+        )
     for axis in axes[: len(PANELS) + 1]:
         axis.grid(alpha=0.3)
         if axis.lines:

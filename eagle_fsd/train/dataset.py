@@ -120,7 +120,7 @@ def shuffled_batches(
 
     Chats are grouped by similar length into batches of ``batch_size * processes``, of which each
     process takes a slice: two processes see the batches of one process with twice the batch size.
-    The last batch is padded with :data:`FILLER`.
+    An incomplete batch is padded with :data:`FILLER`.
     """
     total, start = batch_size * processes, batch_size * process
     generator = _epoch_generator(seed, epoch)

@@ -57,6 +57,7 @@ from eagle_fsd.model.identity import EXPORTED_KEY, fingerprints
 from eagle_fsd.model.target import Target
 from eagle_fsd.train.config import ExportFormat, ExportRequest
 from eagle_fsd.train.loaded_target import load_frozen_target
+from eagle_fsd.utils.files import atomic_write
 
 log = logging.getLogger(__name__)
 
@@ -75,24 +76,28 @@ ARCHITECTURES = {
 def export_head(request: ExportRequest, *, token: str | None = None) -> Path:
     """Convert a head for another engine; raises ValueError if that is impossible."""
     target = load_frozen_target(request, token=token, layers=False)
-    return convert_head(request.head, target, request.out, request.format)
+    return convert_head(request.head, target, request.out, request.format, token=token)
 
 
 def convert_head(
-    head: str | Path, target: Target, out: str | Path, export_format: ExportFormat
+    head: str | Path,
+    target: Target,
+    out: str | Path,
+    export_format: ExportFormat,
+    token: str | None = None,
 ) -> Path:
     """Convert a head for another engine, given a loaded target; see :func:`export_head`."""
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} must be an empty or a new folder")
-    if is_eagle3(read_config(head), tensor_names(head)):
-        _record_origin(out, _convert_eagle3(head, target, out, export_format))
+    if is_eagle3(read_config(head, token), tensor_names(head, token)):
+        _record_origin(out, _convert_eagle3(head, target, out, export_format, token=token))
         return out
     if export_format == "speculators":
         raise ValueError(
             f"{head} is an EAGLE-1/2 head; the speculators layout is for EAGLE-3 heads"
         )
-    loaded = load_head(head, target, dtype=_stored_dtype(head))
+    loaded = load_head(head, target, _stored_dtype(head, token), token)
     if loaded.token_ids is not None:
         log.warning(
             "the head was trained to draft %d tokens; %s will draft all of the target's",
@@ -129,14 +134,15 @@ def _record_origin(out: Path, head: Drafter) -> None:
         **json.loads(file.read_text(encoding="utf-8")),
         EXPORTED_KEY: fingerprints(head.network),
     }
-    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    atomic_write(file, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _convert_eagle3(
-    head: str | Path, target: Target, out: Path, export_format: ExportFormat
+    head: str | Path, target: Target, out: Path, export_format: ExportFormat, token: str | None
 ) -> Drafter:
     """Convert an EAGLE-3 head; warn of what EAGLE's own code or the layout cannot express."""
-    loaded, rule = load_eagle3(head, target, dtype=_stored_dtype(head)), declared_rule(head)
+    loaded = load_eagle3(head, target, _stored_dtype(head, token), token)
+    rule = declared_rule(head, token)
     if export_format == "eagle":
         variants = [name for name, value in vars(loaded.flags).items() if value and name != "bias"]
         if variants:
@@ -183,7 +189,7 @@ def _architecture(export_format: str, family: str) -> str:
     return known[family]
 
 
-def _stored_dtype(head: str | Path) -> torch.dtype:
+def _stored_dtype(head: str | Path, token: str | None) -> torch.dtype:
     """Return the dtype of a head's file, which the export keeps."""
-    weights = read_weights(head).values()
+    weights = read_weights(head, token).values()
     return next((item.dtype for item in weights if item.is_floating_point()), torch.float32)

@@ -10,8 +10,8 @@ from torch import Tensor
 from eagle_fsd.model.target import LAST, Target
 from eagle_fsd.train.dataset import TrainingBatch
 
-#: Logits of one distribution that are in memory at a time. On a CPU they fit its caches, and the
-#: allocator reuses the memory instead of returning it to the system.
+#: Maximum number of logits to compute at a time. On a CPU they fit its caches, and the allocator
+#: reuses the memory instead of returning it to the system.
 MAX_LOGITS = 1 << 26
 MAX_CPU_LOGITS = 1 << 21
 
@@ -42,7 +42,7 @@ def most_likely_tokens(target: Target, hidden: Tensor) -> Tensor:
 
 
 def max_logits(device: torch.device) -> int:
-    """Return the number of logits to compute at a time."""
+    """Return the maximum number of logits to compute at a time on a device."""
     return MAX_CPU_LOGITS if device.type == "cpu" else MAX_LOGITS
 
 

@@ -56,12 +56,11 @@ def empty_copy(head: DraftHead, dtype: torch.dtype) -> DraftHead:
     """Create a head of the same shape with weights that are still to be set, on the same target."""
     copy: DraftHead
     if isinstance(head, Eagle3Head):
-        size, reads = head.draft_vocab_size, head.reads
         copy = Eagle3Head(
             head.config,
             head.target_hidden_size,
-            draft_vocab_size=size,
-            reads=reads,
+            draft_vocab_size=head.draft_vocab_size,
+            reads=head.reads,
             flags=head.flags,
             dtype=dtype,
         )
@@ -107,10 +106,10 @@ def load_for_training(
     Raises CheckpointError if it is of another type than the configuration's, OptionsError if other
     options contradict it.
     """
-    is_third = config.head_type == "eagle3"
-    if is_eagle3(read_config(path, token), tensor_names(path, token)) != is_third:
+    eagle3 = config.head_type == "eagle3"
+    if is_eagle3(read_config(path, token), tensor_names(path, token)) != eagle3:
         raise CheckpointError(f"{path} is not a head of type {config.head_type}; see --head-type")
-    load = load_eagle3 if is_third else load_head
+    load = load_eagle3 if eagle3 else load_head
     head: DraftHead = load(path, target, torch.float32, token)
     own = {"bias": head.fc.bias is not None, "draft_vocab_size": head.vocab_size}
     if isinstance(head, Eagle3Head):
@@ -122,9 +121,7 @@ def load_for_training(
     return head
 
 
-def save_trained(
-    head: DraftHead, path: Path, dtype: torch.dtype | None, binary: bool = False
-) -> None:
+def save_trained(head: DraftHead, path: Path, dtype: torch.dtype, binary: bool = False) -> None:
     """Save a head in EAGLE's layout; an EAGLE-3 head without Llama layers in speculators'."""
     if isinstance(head, Eagle3Head):
         layout: HeadLayout = "eagle" if head.config.model_type == "llama" else "speculators"

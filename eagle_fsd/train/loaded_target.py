@@ -25,7 +25,7 @@ from eagle_fsd.utils.progress import Progress
 
 log = logging.getLogger(__name__)
 
-#: Chats that are encoded on opening a file; if the template rejects all of them, opening fails.
+#: Number of chats that are encoded on opening a file, which fails if none can be encoded.
 TRIAL_CHATS = 20
 
 
@@ -61,7 +61,7 @@ class LoadedTarget:
     ) -> ChatDataset:
         """Open a chat file as a dataset, truncated where the target's attention would change.
 
-        Raises ValueError if no chat is valid, or the template rejects all of a sample.
+        Raises ValueError if no chat is valid, or none of a sample can be encoded.
         """
         file = open_chat_file(path, progress)
         length = self._clamp_length(max_length)
@@ -69,7 +69,7 @@ class LoadedTarget:
         sample = range(0, len(data), max(1, len(data) // TRIAL_CHATS))[:TRIAL_CHATS]
         errors = [data[index].error for index in sample]
         if all(errors):
-            raise ValueError(f"the chat template fits none of {len(errors)} chats: {errors[0]}")
+            raise ValueError(f"none of {len(errors)} chats can be encoded: {errors[0]}")
         return data
 
     def fingerprint(self, path: str | Path, max_length: int | None = None) -> dict[str, Any]:

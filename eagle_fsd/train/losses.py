@@ -138,7 +138,8 @@ class HeadLosses(nn.Module):
     def compare(self, target: Tensor, hidden: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
         """Return loss, cross-entropy, divergence, and ``[rows, D]`` log-probabilities of the head.
 
-        ``target`` ``[rows, D]`` are log-probabilities; ``hidden`` ``[rows, H]`` the head's output.
+        ``target`` ``[rows, D]`` are log-probabilities, ``hidden`` ``[rows, H]`` is the head's
+        output, and the losses are sums over rows, weighted by ``weights`` ``[rows]``.
         """
         config = self.config
         draft = self.head.log_probs(hidden)
@@ -222,7 +223,7 @@ def unroll(head: DraftHead, features: Tensor, tokens: Tensor, runs: int) -> list
     ``[B, S, F]`` features of the target and the ``[B, S]`` tokens after them give ``[B, S, H]``
     predicted features of each run, which are not detached.
 
-    In run ``j`` (from 1) pair ``t`` holds the feature that run ``j - 1`` predicted at ``t - 1``. It
+    In run ``j > 1`` pair ``t`` holds the feature that run ``j - 1`` predicted at ``t - 1``. It
     attends as it would in a draft tree: to the target's features up to ``t - j + 1`` (the keys of
     the first run), then to one predicted feature of each later run, that of run ``i`` at ``t-j+i``.
     """

@@ -78,12 +78,12 @@ def write_card(
 def _describe_results(metrics: Sequence[dict[str, Any]]) -> str:
     last = next((line for line in reversed(metrics) if line["kind"] == "validation"), None)
     if last is None:
-        return "No chats were held out, so there is no validation result."
+        return "There is no validation result."
     text = (
-        f"On held-out chats: the head's most likely token is the target's {last['top1']:.1%} of the"
-        f" time, and among its three most likely {last['top3']:.1%}"
+        f"On held-out chats: the target's most likely token is the head's {last['top1']:.1%} of the"
+        f" time, and among the head's three most likely {last['top3']:.1%}"
     )
-    if not last["tau"]:  # the target could not decode
+    if last["tau"] is None:  # nothing was decoded
         return text + "."
     depths = ", ".join(f"{value:.3f}" for value in last["js_by_depth"])
     return (

@@ -27,13 +27,14 @@ def write_record(
     environment = describe_environment()
     machine = environment["machine"]
     cpu, threads = machine["cpu"], machine["threads"]
+    plural = "" if threads == 1 else "s"
     record = {
         "settings": settings,
         "steps": steps,
         "tokens": tokens,
         "seconds": round(seconds),
         **({} if data is None else {"data": data}),
-        "machine": machine.get("gpu") or f"{cpu}, {threads} thread{'s'[: threads != 1]}",
+        "machine": machine.get("gpu") or f"{cpu}, {threads} thread{plural}",
         "date": environment["date"][:10],
         "versions": environment["versions"],
     }

@@ -155,8 +155,8 @@ def rewrite_chats(
     ``OUT.meta.json`` holds the fingerprint of the chats and the options.
 
     Raises ValueError if the output was written from other chats or options, unless ``overwrite`` is
-    set, or if a server fails or rejects the first :data:`TRIAL_CHATS` chats, and KeyboardInterrupt
-    if a signal stopped it.
+    set, if a server fails, or if none of the first :data:`TRIAL_CHATS` chats gets an answer, and
+    KeyboardInterrupt if a signal stopped it.
     """
     config, out, template = config or RegenerateConfig(), Path(out), None
     state = PartialState()
@@ -184,10 +184,10 @@ def rewrite_chats(
             held.append(json.dumps(line))
             accepted = accepted or any(map(is_answer, line["messages"]))
             if not accepted and len(held) == min(TRIAL_CHATS, len(chats)):
-                message = f"it rejects all chats: {rewriting.rejections[0]}"
-                if isinstance(writer, ServerWriter):
-                    raise writer.failure(message)
-                raise ValueError(f"the target failed ({message})")
+                reason = rewriting.rejections[0]
+                raise ValueError(
+                    f"the target answers none of the first {len(held)} chats: {reason}"
+                )
             while accepted and held:
                 append_line(part, held.pop(0))
             if progress is not None:
@@ -195,8 +195,7 @@ def rewrite_chats(
     for unwritten in held if count >= len(chats) else ():
         append_line(part, unwritten)
     if found := rewriting.rejections:
-        total = len(chats)
-        log.warning("%d of %d chats end early; the first one: %s", len(found), total, found[0])
+        log.warning("%d of %d chats end early; the first one: %s", len(found), len(chats), found[0])
     if processes == 1 and count < len(chats):
         raise KeyboardInterrupt
     state.wait_for_everyone()

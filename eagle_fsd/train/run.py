@@ -35,7 +35,7 @@ from eagle_fsd.train.loaded_target import (
 from eagle_fsd.train.model_card import write_card
 from eagle_fsd.train.record import write_record
 from eagle_fsd.train.regenerate import rewrite_chats
-from eagle_fsd.train.trainer import MetricsCallback, Trainer, describe_losses
+from eagle_fsd.train.trainer import MetricsCallback, Trainer, describe_counts
 from eagle_fsd.train.training_folder import FEATURES, TrainingFolder
 from eagle_fsd.train.validation import can_decode
 from eagle_fsd.train.writing import LocalWriter
@@ -68,7 +68,7 @@ def train(
     config = config or TrainConfig()
     accelerator = accelerator or make_accelerator(request.out, cpu=request.device_map == "cpu")
     is_main = accelerator.is_main_process
-    if accelerator.num_processes == 1 < int(os.environ.get("WORLD_SIZE", 1)):
+    if accelerator.num_processes < int(os.environ.get("WORLD_SIZE", 1)):
         raise OptionsError(
             "WORLD_SIZE is set, but this process is on its own: start all with torchrun or"
             " accelerate launch, on machines without a GPU with ACCELERATE_USE_CPU=true"
@@ -125,8 +125,7 @@ def train(
     sizes = [data.sizes[index] for index in chats]  # in tokens, or in bytes
     if loaded is not None:
         sizes = [min(size // BYTES_PER_TOKEN, length) for size in sizes]
-    read = sum(sizes)
-    config = config.updated(epochs=config.count_epochs(read))
+    config = config.updated(epochs=config.count_epochs(sum(sizes)))
     fingerprint = {**fingerprint, "head": None if head is None else str(request.head)}
     if is_main and config.validation and not can_decode(target):
         log.warning(
@@ -174,7 +173,7 @@ def train(
     )
     trained = trainer.run()
     if is_main:
-        if (summary := describe_losses(trainer.counts)) is not None:
+        if (summary := describe_counts(trainer.counts)) is not None:
             log.warning("%s", summary)
         save(trained)
         draw_curves(folder.metrics(), folder.path / CURVES_FILE)
@@ -228,7 +227,7 @@ def _open_features(
         ("--conv-template", request.chat_template, fingerprint["template"]),
     ):
         if given not in (None, stored):
-            own = stored or "the tokenizer"
+            own = stored or "the tokenizer's"
             raise OptionsError(f"{option} must be that of --features, {own}; got {given}")
     return store
 

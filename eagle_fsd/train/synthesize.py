@@ -50,8 +50,8 @@ log = logging.getLogger(__name__)
 
 #: Message whose place in a rendered chat shows what the template writes around messages.
 MARKER = "qzmarkerzq"
-#: Texts that compress by more than this factor repeat themselves; shorter ones are not judged.
-MAX_COMPRESSION, MIN_COMPRESSED_BYTES = 4.0, 200
+#: Texts of at least so many bytes that compress by more than this factor repeat themselves.
+MAX_COMPRESSION, MIN_JUDGED_BYTES = 4.0, 200
 #: Messages whose sets of character sequences of this length overlap by this share (Jaccard) are
 #: near-duplicates. The share is estimated from minimal hashes, compared first in bands.
 SHINGLE, MAX_OVERLAP, HASHES, BANDS = 4, 0.7, 64, 16
@@ -70,9 +70,9 @@ def synthesize(
 ) -> ChatFile:
     """Write ``request.count`` chats, resuming an interrupted run.
 
-    While it runs, all chats are in ``OUT.part0``, in order of completion. ``progress`` counts the
-    ``writing`` of usable chats. Raises ValueError if the chat template shows no header of a user's
-    message, the target writes few usable chats, or the finished output has more chats than
+    While it runs, all new chats are in ``OUT.part0``, in order of completion. ``progress`` counts
+    the ``writing`` of usable chats. Raises ValueError if the chat template shows no header of a
+    user's message, the target writes few usable chats, or the finished output has more chats than
     ``request.count`` or other options.
     """
     config = config or SynthesizeConfig()
@@ -228,7 +228,7 @@ def is_repetitive(text: str) -> bool:
     """Return whether a text consists of repetitions, in any language."""
     content = text.encode()
     ratio = len(content) / len(zlib.compress(content))
-    return len(content) >= MIN_COMPRESSED_BYTES and ratio > MAX_COMPRESSION
+    return len(content) >= MIN_JUDGED_BYTES and ratio > MAX_COMPRESSION
 
 
 class NearDuplicates:

@@ -64,7 +64,7 @@ COUNTERS |= {"truncated": "cut", "rejected": "refused", "unused": "unused"}
 MetricsCallback = Callable[[dict[str, Any]], None]
 
 
-def describe_losses(counts: Mapping[str, int]) -> str | None:
+def describe_counts(counts: Mapping[str, int]) -> str | None:
     """Describe chats that were not used in full, in one line; None if there are none."""
     verbs = {
         "truncated": "were truncated",
@@ -107,8 +107,8 @@ class Trainer:
 
     The number of epochs must be set in the configuration. On the main process, ``on_metrics`` is
     called with what is trained and the metrics of every logged step and validation, and
-    ``on_checkpoint`` with the head in float32. ``progress`` reports ``measuring`` and ``counting``
-    (in chats).
+    ``on_checkpoint`` with the head in float32 at every checkpoint but that of the last step.
+    ``progress`` reports ``measuring`` and ``counting`` (in chats).
     """
 
     def __init__(
@@ -187,8 +187,9 @@ class Trainer:
         """Train to the last step, from the folder's newest checkpoint if there is one.
 
         The first Ctrl-C or SIGTERM stops training after the current step and a checkpoint, the
-        second one at once. Returns :meth:`copy_head`. Raises TrainingError if the loss is not
-        finite, memory ran out, or a checkpoint could not be written; earlier ones are kept.
+        second one at once. Returns :meth:`copy_head`. Raises TrainingError if the loss or its
+        gradient is not finite, memory ran out, or a checkpoint could not be written; earlier ones
+        are kept.
         """
         newest = self.folder.newest_checkpoint()
         if newest is not None:
@@ -264,7 +265,7 @@ class Trainer:
                         found = accelerator.clip_grad_norm_(self.losses.parameters(), config.clip)
                         norm = None if found is None else float(found)
                         if norm is not None and not math.isfinite(norm):
-                            self._fail("the loss is not finite")
+                            self._fail("the loss or its gradient is not finite")
                     self.optimizer.step()
                     self.optimizer.zero_grad()
                 for name, value in losses.items():
@@ -288,7 +289,7 @@ class Trainer:
         return metrics, stops > 0
 
     def _count(self, batches: Iterator[TrainingBatch]) -> int:
-        """Count what all processes read in a step, and return the positions of its loss."""
+        """Count what all processes read in a step; return how many positions its loss covers."""
         counts = torch.zeros(len(COUNTERS), dtype=torch.long)
         for batch in batches:
             pairs = zip(batch.indices, batch.lengths, strict=True)

@@ -1,4 +1,4 @@
-"""The folder of a training run: configuration, checkpoints, metrics, and finally the head.
+"""The folder of a training run: configuration, checkpoints, metrics and the head.
 
 ::
 
@@ -34,9 +34,14 @@ METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 FEATURES = "features"
 MAX_CHECKPOINTS = 2
-#: Options that may change when a run resumes. All but ``max_steps`` do not affect the result.
+#: Options that may change when a run resumes. Only ``max_steps`` affects the result.
 RESUMABLE_CHANGES = (
-    *("max_steps", "validate_every", "checkpoint_every", "log_every", "workers", "compile"),
+    "max_steps",
+    "validate_every",
+    "checkpoint_every",
+    "log_every",
+    "workers",
+    "compile",
 )
 
 
@@ -60,8 +65,8 @@ class TrainingFolder:
     ) -> None:
         """Create a usable folder, or check that its training can resume; write the configuration.
 
-        Raises ValueError if the folder holds a training run with other options or another
-        ``fingerprint`` of its data, unless ``overwrite`` is set.
+        Raises ValueError if the folder holds checkpoints of a training run with other options or
+        another ``fingerprint`` of its data, unless ``overwrite`` is set.
         """
         content = {"recipe": config.model_dump(), "data": fingerprint}
         if self.exists and overwrite:
@@ -77,13 +82,13 @@ class TrainingFolder:
             return None
         return json.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))["data"].get(name)
 
-    def check_usable(self, existing: bool) -> None:
-        """Raise ValueError if the folder is not empty, unless an ``existing`` run is there."""
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            if not existing:
+    def check_usable(self, allow_existing: bool) -> None:
+        """Raise ValueError unless the folder is new, empty, or holds a run that is allowed."""
+        if self.exists:
+            if not allow_existing:
                 raise ValueError(f"{self.path} exists; add --resume or --overwrite")
-            if not self.exists:
-                raise ValueError(f"{self.path} exists and holds no training; choose another folder")
+        elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise ValueError(f"{self.path} exists and holds no training; choose another folder")
 
     def _check_resumable(self, content: dict[str, Any]) -> None:
         before = json.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))

@@ -57,7 +57,7 @@ def can_decode(target: Target) -> bool:
 def decode_validation(head: DraftHead, target: Target, prompts: Sequence[Tensor]) -> dict[str, Any]:
     """Measure exact greedy decoding: tokens per target pass, and mean JS divergence by depth.
 
-    ``tau`` is None without prompts, or if the target cannot decode; ``js_by_depth`` is in nats.
+    ``tau`` is None if nothing was decoded, as without prompts; ``js_by_depth`` is in nats.
     """
     if not can_decode(target):
         return {"tau": None, "js_by_depth": []}

@@ -37,8 +37,8 @@ from eagle_fsd.utils.signals import StopSignals
 _LATER_OPTIONS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 #: Statuses by which a server rejects a single request, such as one that exceeds its context.
 REJECTIONS = (400, 413, 422)
-#: Upper bound of the turns of a chat, which keeps the seeds of different chats apart.
-MAX_TURNS = 1024
+#: Seeds of a chat, one for every message; a longer chat shares seeds with the next one.
+SEEDS_PER_CHAT = 1024
 
 #: Called with numbers of new tokens.
 TokenCallback = Callable[[int], None]
@@ -96,7 +96,7 @@ def resume(chat: Writing, reply: TurnReply | None = None) -> NextTurn | Line:
 
 def turn_seed(seed: int, index: int, messages: Chat) -> int:
     """Return the seed of a chat's next turn, which no other turn of the file shares."""
-    return seed + index * MAX_TURNS + len(messages)
+    return seed + index * SEEDS_PER_CHAT + len(messages)
 
 
 def special_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
@@ -106,7 +106,7 @@ def special_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
 
 
 #: Errors of an answer that end its chat only: no room for it, or logits that are not finite.
-OF_ONE_CHAT = (MemoryError, FloatingPointError)
+CHAT_ERRORS = (MemoryError, FloatingPointError)
 
 
 class LocalWriter:
@@ -141,7 +141,7 @@ class LocalWriter:
                     return
                 for answer, chunk in batch.step():
                     self.on_tokens(len(chunk.tokens))
-                    if answer.error is not None and not isinstance(answer.error, OF_ONE_CHAT):
+                    if answer.error is not None and not isinstance(answer.error, CHAT_ERRORS):
                         raise answer.error
                     if chunk.finished:
                         chat, turn = running.pop(answer)
@@ -184,11 +184,14 @@ class LocalWriter:
 class ServerWriter:
     """Write chats with a server, several at once.
 
-    ``prefix`` is left out of texts to continue, because the server adds it.
+    ``bos_token`` is left out of texts to continue, because the server adds it.
     """
 
     def __init__(
-        self, server: RegenerateServer, on_tokens: TokenCallback = ignore_tokens, prefix: str = ""
+        self,
+        server: RegenerateServer,
+        on_tokens: TokenCallback = ignore_tokens,
+        bos_token: str = "",
     ) -> None:
         assert server.base_url is not None
         assert server.model is not None  # RegenerateServer requires both or neither
@@ -200,7 +203,7 @@ class ServerWriter:
             url, model, api_key=key, timeout=server.timeout, retries=server.retries
         )
         self.fingerprint = {"server": self.endpoint.redacted_url, "model": model}
-        self.concurrency, self.on_tokens, self.prefix = server.concurrency, on_tokens, prefix
+        self.concurrency, self.on_tokens, self.bos_token = server.concurrency, on_tokens, bos_token
         self._lock = Lock()
 
     def write(self, chats: Iterator[Writing | None], batch_size: int) -> Lines:
@@ -236,7 +239,11 @@ class ServerWriter:
                 for _, line in written:
                     yield line
         except EndpointError as error:
-            raise self.failure(error) from error
+            endpoint = self.endpoint
+            raise ValueError(
+                f"the target {endpoint.model} at {endpoint.redacted_url} failed ({error}); the"
+                " chats so far are saved: run the same command again to resume"
+            ) from error
 
     def _send(self, client: ChatClient, turn: NextTurn) -> tuple[str, bool]:
         """Request a turn; return its text, and whether it is complete."""
@@ -257,19 +264,11 @@ class ServerWriter:
             options["stop"] = list(turn.stop)
         prompt = turn.prompt
         if isinstance(prompt, str):
-            prompt = prompt.removeprefix(self.prefix)
+            prompt = prompt.removeprefix(self.bos_token)
         text, complete, tokens = client.answer(prompt, **options)
         with self._lock:  # several threads request turns
             self.on_tokens(tokens)
         return text, complete
-
-    def failure(self, error: Exception | str) -> ValueError:
-        """Return the error to raise if the server failed."""
-        endpoint = self.endpoint
-        return ValueError(
-            f"the target {endpoint.model} at {endpoint.redacted_url} failed ({error}); the chats so"
-            " far are saved: run the same command again to resume"
-        )
 
 
 def refuse_local_options(request: TargetOptions, *names: str) -> None:

@@ -46,9 +46,9 @@ def case(name: str) -> Case:
     if name == "bundled":
         tokenizer = load_tokenizer(BUNDLED_TARGET)
         return tokenizer, TokenizerTemplate(tokenizer), "<|end|>"
-    if name.startswith("headers"):
+    if name == "headers":
         return templated(HEADERS, ("<|begin|>", "<|start|>", "<|stop|>", "<|eot|>"), "<|eot|>")
-    if name.startswith("chatml"):
+    if name == "chatml":
         return templated(CHATML, CHATML_TOKENS, "<|im_end|>")
     template, pieces = name.split(" ")
     if pieces == "bytes":

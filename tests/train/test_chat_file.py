@@ -125,13 +125,14 @@ def test_skipped_and_shortened_records_are_counted_by_reason(tmp_path: Path) -> 
     assert (len(file), file.skipped) == (2993, 7)
     assert file.counts() == {
         "records": 3000,
-        "skipped": {"no assistant turn": 4, "not JSON": 3},
+        "skipped": {"no answer to a user turn": 4, "not JSON": 3},
         "shortened": {"turn is not an object": 2, "roles out of order": 1},
     }
     assert file.summary() == (
         "shortened 3 of 3,000 records: 2 turn is not an object, 1 roles out of order;"
-        " skipped 7 of 3,000 records: 4 no assistant turn, 3 not JSON; first skipped:"
-        " line 2991: no assistant turn, line 2992: no assistant turn, line 2993: no assistant turn"
+        " skipped 7 of 3,000 records: 4 no answer to a user turn, 3 not JSON; first skipped:"
+        " line 2991: no answer to a user turn, line 2992: no answer to a user turn,"
+        " line 2993: no answer to a user turn"
     )
     assert read(tmp_path, json.dumps(GOOD)).summary() is None
 
@@ -206,8 +207,8 @@ MALFORMED: list[tuple[Any, str]] = [
     ("17", "not a JSON object"),
     ({"text": "hello"}, 'neither "conversations" nor "messages"'),
     ({"messages": "hello"}, '"messages" is not a list'),
-    ({"messages": []}, "no assistant turn"),
-    ({"messages": HELLO[1:]}, "no assistant turn"),
+    ({"messages": []}, "no answer to a user turn"),
+    ({"messages": HELLO[1:]}, "no answer to a user turn"),
     ({"conversations": HELLO}, 'no string "value"'),
     ("[" * 200_000, "not JSON"),
     (b'{"messages": "\xff\xfe"}', "not JSON"),
@@ -219,6 +220,12 @@ def test_exchanges_before_a_malformed_turn_are_kept() -> None:
     cases = [([*HELLO, HELLO[0]], turn, reason) for turn, reason, _ in MALFORMED_TURNS]
     cases += [(HELLO, turn, reason) for turn, reason, _ in MALFORMED_TURNS[:7]]
     cases.append((HELLO, HELLO[1], "roles out of order"))
+    for depth in range(800, 1000, 2):  # can be read, but in part not written
+        nested = f'{{"x": {"[" * depth}{"]" * depth}}}'
+        call = {"function": {"name": "add", "arguments": nested}}
+        turns = [*HELLO, HELLO[0], {"role": "assistant", "tool_calls": [call]}]
+        _, problem = parse_chat(json.dumps({"messages": turns}).encode())
+        assert problem is None or problem.reason == "malformed tool call"
     for before, turn, reason in cases:
         chat, problem = parse_chat(json.dumps({"messages": [*before, turn, *HELLO]}).encode())
         assert (chat, problem and problem.reason) == (HELLO, reason)

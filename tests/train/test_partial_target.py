@@ -75,7 +75,7 @@ def test_training_on_features_reads_neither_layers_nor_tokenizer(
         assert (line["tau"], line["js_by_depth"]) == (None, [])
         assert all(line[name] == complete[name] for name in ("loss", "top1", "top3"))
     card = (part / "README.md").read_text()
-    assert "among its three most likely" in card
+    assert "among the head's three most likely" in card
     assert "tau" not in card.partition("![Training")[0]
     assert "; tau " in (whole / "README.md").read_text()
 

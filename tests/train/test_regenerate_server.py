@@ -157,7 +157,7 @@ def test_rejected_requests_end_their_chats(
     for status in (400, 422):
         rewrite.reject(status, "unknown: seed", lambda messages: True)
         with pytest.raises(
-            ValueError, match=rf"rejects all chats: line \d+: {status}, unknown: seed"
+            ValueError, match=rf"none of the first {COUNT} chats: line \d+: {status}, unknown: seed"
         ):
             rewrite()
         assert not rewrite.out.exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.overlap import Overlaps, questions
+from recipes.overlap import Overlaps, read_questions
 from recipes.smollm2 import BENCHMARKS, Recipe, Scale, pack_chats, read_chats
 
 ROOT = Path(__file__).parents[2]
@@ -55,5 +55,5 @@ def test_committed_chats_contain_no_question_of_a_benchmark() -> None:
     if not SHARED.is_dir():
         pytest.skip("the questions of the benchmarks are not there")
     assert max(file.stat().st_size for file in CHATS.iterdir()) < MAX_BYTES
-    overlaps = Overlaps(item for name in BENCHMARKS for item in questions(SHARED / name))
+    overlaps = Overlaps(item for name in BENCHMARKS for item in read_questions(SHARED / name))
     assert [chat for chat in read_chats(CHATS) if overlaps.find(chat) is not None] == []

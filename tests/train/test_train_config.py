@@ -202,7 +202,7 @@ def test_existing_folders_are_kept(
     for file in (tmp_path / "folder" / "thesis.txt", tmp_path / "file"):
         file.parent.mkdir(exist_ok=True)
         file.write_text("ten years of work")
-        for option in ("resume", "overwrite"):
+        for options in ({}, {"resume": True}, {"overwrite": True}):
             with pytest.raises(ValueError, match="holds no training; choose another folder"):
-                train(file.relative_to(tmp_path).parts[0], **{option: True})
+                train(file.relative_to(tmp_path).parts[0], **options)
             assert file.read_text() == "ten years of work"

@@ -255,10 +255,11 @@ def test_failed_step_keeps_the_last_checkpoint(
     def overflow(*arguments: Any) -> Any:  # in a step whose loss is finite
         return original(*arguments) * float("inf")
 
+    not_finite = "the loss or its gradient is not finite"
     advice = "out of memory; lower batch_size or tokens_per_batch (and raise accumulate"
     failures = {
-        "loss": (Trainer, "_compute_losses", 8, diverge, "the loss is not finite", 6),
-        "gradient": (Accelerator, "clip_grad_norm_", 6, overflow, "the loss is not finite", 3),
+        "loss": (Trainer, "_compute_losses", 8, diverge, not_finite, 6),
+        "gradient": (Accelerator, "clip_grad_norm_", 6, overflow, not_finite, 3),
         "memory": (Trainer, "_compute_losses", 5, fail, advice, 3),
         "cpu": (Trainer, "_compute_losses", 5, fail_on_cpu, advice, 3),
     }
@@ -275,6 +276,7 @@ def test_failed_step_keeps_the_last_checkpoint(
         folder = tmp_path / name / "checkpoints" / f"step-{kept}"
         saved = load_file(folder / "model.safetensors").values()
         assert all(tensor.isfinite().all() for tensor in saved)
+        assert "There is no validation result." in (tmp_path / name / "README.md").read_text()
     broken = shutil.copytree(target, tmp_path / "target")
     state = load_file(broken / "model.safetensors")
     state["model.norm.weight"][3] = float("nan")

@@ -13,6 +13,7 @@ import pytest
 from trainings import Train, command, read_losses, train_here, without_option, write_chats
 
 from eagle_fsd.bundled import BUNDLED_HEAD
+from eagle_fsd.cli.train import WritingProgress
 from eagle_fsd.train.chat_file import ChatFile
 from eagle_fsd.train.config import RegenerateConfig
 
@@ -37,7 +38,11 @@ def test_stored_features_can_be_trained_on(
     assert len(read_losses(tmp_path / "out")) == 2
     for option, value, stored in (
         ("--max-length", "32", "max_length must be that of --features, 64; got 32"),
-        ("--conv-template", "vicuna_v1.1", "must be that of --features, the tokenizer; got vicuna"),
+        (
+            "--conv-template",
+            "vicuna_v1.1",
+            "must be that of --features, the tokenizer's; got vicuna",
+        ),
     ):
         status, _, errors = run(*arguments, "--overwrite", "--features", folder, option, value)
         assert (status, stored in errors) == (2, True), errors
@@ -133,3 +138,22 @@ def test_dropped_and_truncated_chats_are_reported(
     assert "skipped 1 of 12 records: 1 not JSON; first skipped: line 11: not JSON" in caplog.text
     record = json.loads((out / "training.json").read_text())["data"]
     assert (record["skipped"], record["shortened"]) == ({"not JSON": 1}, {"unknown role": 1})
+
+
+def test_time_left_of_writing_counts_tokens_of_incomplete_chats(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: seconds)
+    shown = WritingProgress(RegenerateConfig(max_new_tokens=100, batch_size=4))
+    with shown.stage("writing") as report:
+        report(2, 12)  # written by an earlier run
+        for tokens, line in (
+            (0, "writing: 2 of 12"),
+            (120, "writing: 2 of 12, 2 tokens/s, 7 minutes left"),  # as many as 1.2 chats
+            (1080, "writing: 2 of 12, 10 tokens/s, 3 minutes left"),  # the batch has only 4
+        ):
+            if tokens:
+                seconds += 60.0
+                shown.add_tokens(tokens)
+            assert capsys.readouterr().err.splitlines()[-1] == line
