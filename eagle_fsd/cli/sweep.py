@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from cyclopts import Parameter
+from pydantic import Field
 
 from eagle_fsd.cli.console import print_report, progress
 from eagle_fsd.cli.evaluate import Questions, RequestOptions
@@ -19,6 +20,19 @@ from eagle_fsd.cli.parsing import options
 from eagle_fsd.cli.processes import joined_evaluation
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, GridConfig
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
+from eagle_fsd.utils.options import Options
+
+
+class SweepConfig(Options):
+    """How many questions a sweep answers at once."""
+
+    answer_batch: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="Questions answered at once; speeds are then measured separately, with --batch,"
+        " on some of the questions. Default: --batch, with the speeds of all answers.",
+    )
 
 
 def sweep(
@@ -31,21 +45,15 @@ def sweep(
             help="Also measure other acceptance rules from the literature.", negative_bool="no-"
         ),
     ] = True,
-    answer_batch: Annotated[
-        int | None,
-        Parameter(
-            help="Questions answered at once; speeds are then measured separately, with --batch, on"
-            " some of the questions. Default: --batch, with the speeds of all answers."
-        ),
-    ] = None,
     as_json: Json = False,
     grid: Annotated[GridConfig, options("Grid")] = GridConfig(),
     request: RequestOptions = EvaluationRequest(),
     file: SettingsOptions = SettingsFile(),
     acceptance: OtherAcceptanceOptions = AcceptanceConfig(),
     config: Annotated[EvaluationConfig, options("Decoding")] = EvaluationConfig(),
+    answering: Annotated[SweepConfig, options("Decoding")] = SweepConfig(),
 ) -> None:
-    """Evaluate every threshold with every divergence and floor; write a table and plots."""
+    """Evaluate every threshold with every divergence and floor; write a report with figures."""
     from eagle_fsd.evaluation.sweep import sweep as run
 
     request = request.model_copy(update={"questions": questions})
@@ -60,7 +68,7 @@ def sweep(
             config,
             grid,
             rules=rules,
-            answer_batch=answer_batch,
+            answer_batch=answering.answer_batch,
             settings=settings,
             progress=progress,
             on_report=show,

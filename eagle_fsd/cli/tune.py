@@ -19,9 +19,9 @@ from eagle_fsd.cli.processes import check_single_process
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 
-#: Options of an evaluation that have no meaning here: nothing is scored.
+#: Options of an evaluation that have no meaning here: no answers are scored, and no baselines run.
 UNUSED = (
-    *("questions", "grader", "baseline", "assistant", "execute_code", "unsafe"),
+    *("grader", "baseline", "assistant", "execute_code", "unsafe"),
     *("judge_base_url", "judge_model", "judge_parallel", "judge_mode"),
 )
 
@@ -36,7 +36,7 @@ def tune(
     install: Install = False,
     as_json: Json = False,
     request: Annotated[
-        EvaluationRequest, options("Evaluation", exclude=UNUSED)
+        EvaluationRequest, options("Evaluation", exclude=("questions", *UNUSED))
     ] = EvaluationRequest(),
     file: SettingsOptions = SettingsFile(),
     acceptance: AcceptanceOptions = AcceptanceConfig(),

@@ -37,9 +37,9 @@ Divergences = dict[int | str, list[list[float | None]]]
 def agreement(exact: Sequence[Record], other: Sequence[Record]) -> dict[str, Any]:
     """Compare a method's answers with exact decoding's to the same questions, token by token.
 
-    Answers of servers, which send text only, are compared word by word. ``first_difference`` holds
-    the quartiles over changed answers of the tokens before the first difference. Values that cannot
-    be computed are None.
+    Only the first sample of each question counts. Answers of servers, which send text only, are
+    compared word by word. ``first_difference`` holds the quartiles over changed answers of the
+    tokens before the first difference. Values that cannot be computed are None.
     """
     # Turns that were answered have no error, but may be empty.
     answered = (record for record in exact if None in record["choices"][0]["errors"])
@@ -66,7 +66,7 @@ def agreement(exact: Sequence[Record], other: Sequence[Record]) -> dict[str, Any
 
 
 def changed_limit(found: Mapping[str, Any], confidence: float) -> float | None:
-    """Return Clopper and Pearson's upper limit on the share of changed answers, if any."""
+    """Return Clopper and Pearson's upper limit on the share of changes; None without answers."""
     count = found["answers"]
     if not count:
         return None
@@ -86,7 +86,7 @@ def _turns(record: Record) -> Sequence[Sequence[int | str]]:
 def _first_difference(
     first: Sequence[Sequence[int | str]], second: Sequence[Sequence[int | str]]
 ) -> int | None:
-    """Return the number of equal tokens before the first difference, over all turns."""
+    """Return the index, over all turns, of the first token that differs; None if none does."""
     turns = zip(first, second, strict=True)
     pairs = chain.from_iterable(zip_longest(*both) for both in turns)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), None)
@@ -185,8 +185,8 @@ def compare_answers(
 
     Answers that became wrong come first, then those that became right, then the others, each group
     by decreasing regret. A ``tokenizer`` is required if the answers have token ids.
-    ``find_divergences`` is called with the first :data:`MAX_SHOWN_ANSWERS` of them, and may omit
-    any.
+    ``find_divergences`` is called with the first :data:`MAX_SHOWN_ANSWERS` of them, filled up with
+    unchanged answers, and may omit any.
 
     The JSON values are ``method``; ``changed``, the number of changed answers; ``answers``, the
     first of them, with a list of pieces for each turn of both methods (``exact`` and ``other``);

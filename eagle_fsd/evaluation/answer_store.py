@@ -34,7 +34,7 @@ NO_TURN: dict[str, Any] = {
     "token_ids": [],  # including the end token
     "log_likelihood": None,
     "regrets": [],  # of the fuzzy tokens
-    "memory": None,
+    "memory": None,  # peak while its group was answered, in bytes
     "cut_off": False,  # before an end token or a stop string
     "errors": None,  # why it was not answered
 }
@@ -108,9 +108,10 @@ class AnswerStore:
         self.records: dict[int | str, Record] = {}
 
     def open(self) -> AnswerStore:
-        """Read the answers that all processes of an earlier run wrote, the first process first.
+        """Read the answers that all processes of an earlier run wrote.
 
-        Raises ValueError if the answers are damaged or were made from other inputs.
+        The first process calls this before the others. Raises ValueError if the answers are damaged
+        or were made from other inputs.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._check_fingerprint_inputs()

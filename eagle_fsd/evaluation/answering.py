@@ -170,7 +170,7 @@ class Answerer(ABC, Generic[M]):
                 values |= {"wall_time": share * turn["latency"], "memory": memory}
                 phases = values.pop("phases", {})
                 if isinstance(self.config, BenchConfig):
-                    values["phases"] = {name: share * spent for name, spent in phases.items()}
+                    values["phases"] = {phase: share * spent for phase, spent in phases.items()}
                 for key, value in values.items():
                     choice.setdefault(key, []).append(value)
             records[question.question_id]["choices"].append(choice)
@@ -314,7 +314,7 @@ class PairAnswerer(Answerer[Method]):
         return answer_log_probs(self.model.target, torch.tensor(prompt), torch.tensor(answer))
 
     def _turn(self, answer: Answer, method: Method, seconds: float) -> Turn:
-        """Return the turn that an answer is, whose text ends before a stop string."""
+        """Convert an answer to a turn, whose text ends before a stop string."""
         tokens, (accepted,) = answer.tokens, answer.stats.accepted
         text = answer_text(self.model.tokenizer, tokens)
         shown = before_stop(text, self.chat_template.stop)

@@ -1,10 +1,9 @@
 """Calibration: choose the fastest settings for a pair whose loss of accuracy is within a bound.
 
-Every setting is compared with exact decoding on the same questions, both with the tree that suits
-them best. The settings are all combinations of an acceptance setting (FSD's grid, priced paths and
-rules from the literature) with a tree: for each of the first, the fastest chain and the fastest
-bushy tree by prediction (see :mod:`eagle_fsd.evaluation.search`), because a bushy tree loses less
-accuracy at the same threshold.
+Every setting is compared with exact decoding, at its fastest tree, on the same questions. A setting
+combines an acceptance setting (of FSD's grid, priced paths or rules from the literature) with a
+tree: its fastest chain or its fastest bushy tree by prediction (see
+:mod:`eagle_fsd.evaluation.search`), because a bushy tree loses less accuracy at the same threshold.
 
 A fifth of the questions of every category, or those of another set, :func:`select` the settings to
 test (``selection.py``). They are answered in :data:`ROUNDS`. After each round, the settings with
@@ -28,6 +27,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ QUESTIONS_FILE, TESTS_FILE = "questions.json", "tests.json"
 #: Advice where a calibration cannot be resumed.
 OTHER_QUESTIONS = (
     "choose another output folder, and with --skip or --seed other questions: those that have"
-    " tested a setting must not be tested again"
+    " tested a setting must not test another"
 )
 
 
@@ -314,11 +314,10 @@ def select(task: Task) -> None:
         methods, answered = [exact, *(item.method for item in plan)], end or len(task.used)
         report = task.answer(task.used, methods, "selection", selects=True, first=end)
         task.rows |= {row["method"]: row for row in (report["rows"] if report is not None else [])}
-
-        def drop(plan: list[Setting] = plan, kept: int = kept) -> list[Setting]:
-            check_accuracy(task.rows[EXACT.name], task.bounds.max_drop)
-            return drop_settings(plan, task.rows, task.bounds, fresh=len(task.fresh), kept=kept)
-
+        on_first_process(lambda: check_accuracy(task.rows[EXACT.name], task.bounds.max_drop))
+        drop = partial(
+            drop_settings, plan, task.rows, task.bounds, fresh=len(task.fresh), kept=kept
+        )
         plan = on_first_process(drop)
     task.exact, task.tests = on_first_process(lambda: fix_tests(task, trees, workload, plan))
 

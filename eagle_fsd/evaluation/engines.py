@@ -1,9 +1,9 @@
 """What other engines can express: how they draft, their acceptance rules, and their settings.
 
 :data:`ENGINES` has an entry for each engine. Calibration chooses among the settings that the engine
-can apply, with our decoder. vLLM reads them from ``fsd.json``, with this project's plugin; the
-others have rules of their own, and take flags. Nothing is certified for the engine's own answers:
-``eagle-fsd evaluate --server`` compares those.
+can apply, with our decoder. vLLM reads them from ``fsd.json``, with this project's plugin; for the
+others, they are parameters of the engine's own rule, as flags or options. Nothing is certified for
+the engine's own answers: ``eagle-fsd evaluate --server`` compares those.
 """
 
 from __future__ import annotations

@@ -70,6 +70,7 @@ def _template() -> Template:
 
 
 def _tip(piece: dict[str, Any]) -> str:
+    """Describe a fuzzy token."""
     text = "fuzzy token"
     if piece.get("regret") is not None:
         text += f", gave up {piece['regret']:.3g} nats"

@@ -1,7 +1,7 @@
 """The model ``eagle-fsd`` of lm-evaluation-harness; importing this module registers it.
 
 The harness (https://github.com/EleutherAI/lm-evaluation-harness) discovers no entry points of other
-packages, so :func:`run_harness` imports its command line after the registration.
+packages, so :func:`run_harness` calls its command line after the registration.
 """
 
 from __future__ import annotations

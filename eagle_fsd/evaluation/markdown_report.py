@@ -31,7 +31,7 @@ def report_text(report: dict[str, Any]) -> str:
         *(f"![{name}]({name})" for name in report.get("figures", [])),
         *(markdown(*table) for table in [*report.get("tables", []), *tables(report)]),
         *_changed_answers(report.get("comparison"), report.get("reference")),
-        footnote(report),
+        _escape(footnote(report)),
     ]
     return "\n\n".join(parts) + "\n"
 

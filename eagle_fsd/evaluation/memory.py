@@ -15,7 +15,7 @@ _MAX_EXCESS = 64 * 2**20
 
 
 class PeakMemory:
-    """Peak memory since :meth:`start`: allocated on a GPU, otherwise resident in this process.
+    """Peak memory since :meth:`start`: allocated on a CUDA device, else resident in this process.
 
     Resident memory is measured on Linux only, because other systems cannot reset the peak.
     """
@@ -36,7 +36,7 @@ class PeakMemory:
         self._is_reset = peak is not None and now is not None and peak - now < _MAX_EXCESS
 
     def read(self) -> int | None:
-        """Return the peak in bytes, or None if the system does not report it."""
+        """Return the peak in bytes, or None if the system cannot reset or report it."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return _process_memory("VmHWM") if self._is_reset else None

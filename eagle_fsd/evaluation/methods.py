@@ -138,7 +138,7 @@ PRICED = [
     )
     for price in (1.5, 0.75)
 ]
-#: Names of the methods that decode without a draft head.
+#: Names of the methods that decode without the pair's drafter.
 BASELINES = (PLAIN.name, HF.name, HF_ASSISTED, HF_LOOKUP)
 
 
@@ -231,6 +231,6 @@ def rule_method(name: str) -> Method:
 
 
 def synchronize(model: EagleFSD) -> None:
-    """Wait until the target's device has finished its work, so that timings are correct."""
+    """Wait until the target's device, if it is CUDA, has finished, so that timings are correct."""
     if model.target.device.type == "cuda":
         torch.cuda.synchronize(model.target.device)

@@ -57,7 +57,7 @@ def draw_figures(report: dict[str, Any], folder: Path) -> None:
     if all(point.is_reference for point in own):
         return
     figures = {TRADEOFF: _select_points(found, report.get("calibrated"))}
-    if not all(point.is_reference or point in figures[TRADEOFF] for point in own):
+    if not all(point in figures[TRADEOFF] for point in own):
         figures[METHODS] = own
     report["figures"] = list(figures)
     about = json.dumps({key: report[key] for key in ("about", "settings", "environment")})
@@ -95,7 +95,7 @@ def _select_points(found: Sequence[Point], marked: str | None) -> list[Point]:
     """Return the methods that :data:`TRADEOFF` shows.
 
     The line of FSD is that of the calibrated setting, which is ``marked``, or the one that has most
-    methods on the Pareto front.
+    methods on the Pareto front. Without such a line, these are all methods but baselines.
     """
     lines = _lines(found)
     if not lines:

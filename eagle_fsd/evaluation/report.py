@@ -60,7 +60,7 @@ class Summary:
         return sum(sum(turns[name]) for turns in self.turns)
 
     def joined(self, name: str) -> list[Any]:
-        """Return the items of all turns' lists of a name."""
+        """Concatenate a list that each turn has."""
         return [item for turns in self.turns for found in turns[name] for item in found]
 
     @cached_property
@@ -214,13 +214,13 @@ def summarize(
 def limit_losses(
     rows: Sequence[dict[str, Any]], others: int = 0, confidence: float = CONFIDENCE
 ) -> dict[str, float]:
-    """Bound every method's loss of accuracy, and its share of changed answers.
+    """Bound the loss of accuracy and the share of changed answers of all methods but baselines.
 
     The bounds of one kind hold for all methods at once. ``against_exact`` gets ``loss_limit``, an
     exact upper limit on the loss of accuracy, and its ``agreement`` gets ``changed_limit``. The
-    error probability is divided among the methods and ``others``, which were dropped or planned to
-    be tested on the same questions (Bonferroni). Returns the confidence of the limits of one kind
-    together and that of each, as values of the report.
+    error probability is divided among the methods and ``others``, the number of those that may
+    still be tested on the same questions (Bonferroni). Returns the confidence of the limits of one
+    kind together and that of each, as values of the report.
     """
     compared = [
         row["against_exact"]
@@ -264,10 +264,10 @@ def preserved_answers(
     theirs = {record["question_id"]: record["choices"][0]["token_ids"] for record in exact}
     found = {}
     for record in records:
-        (key, choice), limit = (record["question_id"], record["choices"][0]), config.max_regret
-        if limit is not None:
+        key, choice = record["question_id"], record["choices"][0]
+        if config.max_regret is not None:
             regret = sum(chain(*choice["regrets"]))
-            found[key] = regret <= limit * sum(choice["new_tokens"])
+            found[key] = regret <= config.max_regret * sum(choice["new_tokens"])
         elif key in theirs:
             found[key] = choice["token_ids"] == theirs[key]
     return found

@@ -138,7 +138,7 @@ class Evaluation(ABC):
 
     @property
     def scored(self) -> bool:
-        """Whether answers are scored as right or wrong, not compared with exact decoding's."""
+        """Whether answers are scored as right or wrong, not by their agreement or regret."""
         return not isinstance(self.config, MeasureConfig) or self.config.measure == "accuracy"
 
     @abstractmethod
@@ -258,7 +258,7 @@ class Evaluation(ABC):
         }
 
     def _unscored(self) -> str | None:
-        """Return why questions have no score; None if some have one."""
+        """Return why the questions allow no accuracy; None if they do, or if it is not measured."""
         if not self.scored:
             return None
         kinds = {question.scored_by for question in self.questions}
@@ -408,8 +408,10 @@ def evaluate(
         OptionsError: A method is unknown, or options contradict each other.
         LoadError, CheckpointError: The target or the head cannot be loaded.
         QuestionSetError, QuestionError: The questions cannot be found or read.
+        GraderError: A user's grader failed; the answers are kept.
         JudgeError: The judge failed; the report is written without its ratings.
-        ValueError: The output folder is in use, damaged or holds answers with other settings.
+        ValueError: The chat template is missing or rejects a question, or the output folder is in
+            use, damaged or holds answers with other settings.
     """
     config, chosen = config or EvaluationConfig(), find_methods(methods)
     folder, names = request.output_folder("evaluate"), [method.name for method in chosen]

@@ -1,7 +1,8 @@
 """Score answers by their number, letter or text, by IFEval's programs, or by running their code.
 
 If an answer states several results, the last one counts, because models correct themselves.
-Reasoning that ends with ``</think>`` is ignored.
+Reasoning that ends with ``</think>`` is ignored. The filters of lm-evaluation-harness and users'
+functions have rules of their own.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def final_number(text: str) -> str | None:
     The first of these rules that matches applies, to its last match:
 
     1. a number after ``####``, the format of GSM8K that the prompts request, with nothing but
-       currency signs or markup between;
+       symbols or markup between;
     2. a number in ``\\boxed{}``;
     3. a number after "answer is", "answer:" and similar phrases, or of the equation there the
        right side;
@@ -186,7 +187,10 @@ def number_value(text: str) -> Fraction:
 
 
 def same_number(first: str | None, second: str | None) -> bool:
-    """Return whether both are numbers, see :func:`number_value`, and equal within 1e-9."""
+    """Return whether both are numbers, see :func:`number_value`, and equal within 1e-9.
+
+    The difference is relative to the larger number, or to 1 if both are smaller.
+    """
     if first is None or second is None:
         return False
     try:

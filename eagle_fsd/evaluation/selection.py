@@ -65,9 +65,9 @@ def candidate_methods(
 ) -> list[Method]:
     """Return the acceptance settings to choose from, without trees, as far as an engine has them.
 
-    To the grid, priced paths without a gate and :data:`CALIBRATED_RULES` are added. All share the
-    options in ``settings``. Raises OptionsError if the engine does not apply its rule at this
-    temperature, or does not support one of the shared options.
+    To the grid, priced paths without a gate are added, and :data:`CALIBRATED_RULES` with ``rules``.
+    All share the options in ``settings``. Raises OptionsError if the engine does not apply its rule
+    at this temperature, or does not support one of the shared options.
     """
     # The highest floor first, see :func:`plan_settings`.
     methods = [method for group in reversed(fsd_series(grid).values()) for method in group]
@@ -157,8 +157,9 @@ def drop_settings(
     for item in sorted(plan, key=lambda item: -gains[item.name]):
         row = rows[item.name]
         seen = (item.method.tree, row["tokens"], row["tau"], outcomes(row))
-        if chances[item.name] >= MIN_CHANCE and seen not in decoded:
-            best.setdefault(item.acceptance, item.name)
+        is_new = item.acceptance not in best and seen not in decoded
+        if is_new and chances[item.name] >= MIN_CHANCE:
+            best[item.acceptance] = item.name
             decoded.add(seen)
     remaining = list(best.values())[:kept]
     return [item for item in plan if item.name in remaining]

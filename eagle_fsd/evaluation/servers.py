@@ -53,7 +53,7 @@ TIMEOUT = 600
 
 
 class ServerError(ValueError):
-    """A server failed; the message names it and says how to resume."""
+    """A request to a server failed; the message names the server."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class ServerAnswerer(Answerer[ComparedServer]):
     ) -> Iterator[Record]:
         """See :meth:`Answerer.answer`.
 
-        If the server fails, the answers that were complete are yielded before ServerError is
-        raised.
+        If the server fails or the run is interrupted, the answers that were complete are yielded
+        before the exception is raised.
         """
         answers = self.conversations(questions, self.config.answers)
         begin, seconds = time.perf_counter(), 0.0

@@ -51,9 +51,9 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def speed_ratio(own: np.ndarray, other: np.ndarray) -> Estimate:
-    """Divide speeds, ``[N, 2]`` seconds and tokens of the same N questions (delta method)."""
+    """Divide speeds, ``[N, 2]`` seconds and tokens of the same N groups (delta method)."""
     own_sums, other_sums = own.sum(0), other.sum(0)
-    if len(own) == 0 or not own_sums.all() or not other_sums.all():
+    if not own_sums.all() or not other_sums.all():
         return Estimate()
     (seconds, tokens), (other_seconds, other_tokens) = own_sums, other_sums
     value = float(tokens / seconds * other_seconds / other_tokens)
@@ -115,9 +115,7 @@ def loss_bound(lost: int, gained: int, count: int, confidence: float = 0.95) -> 
         low, step = max(-1.0, low - step), 2 * step
     while test.excess(high) > 0:
         high, step = min(1.0, high + step), 2 * step
-    root = low
-    if low < high:
-        root = optimize.brentq(test.excess, low, high, xtol=BOUND_TOLERANCE / 2)
+    root = optimize.brentq(test.excess, low, high, xtol=BOUND_TOLERANCE / 2)
     return min(1.0, root + BOUND_TOLERANCE)
 
 
@@ -202,8 +200,8 @@ class _LossTest:
         width = 7.5 * np.sqrt(count * gain * (1 - gain)) + 12
         first = np.maximum(0, np.floor(count * gain - width)).astype(int)
         gained = first[:, None] + np.arange(math.ceil(2 * width.max()) + 2)
-        row, _ = at = np.nonzero((gained <= count) & (self.largest[np.minimum(gained, count)] >= 0))
-        gained, gain = gained[at], gain[row]
+        at = np.nonzero((gained <= count) & (self.largest[np.minimum(gained, count)] >= 0))
+        row, gained, gain = at[0], gained[at], gain[at[0]]
         weight = np.exp(
             special.gammaln(count + 1)
             - special.gammaln(gained + 1)

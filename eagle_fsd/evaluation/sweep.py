@@ -2,7 +2,7 @@
 
 Every method decodes with its own best tree: the trees of all methods are predicted from recorded
 accepted lengths (see :mod:`eagle_fsd.evaluation.search`). One that is predicted to be slower than
-exact decoding is not measured.
+:data:`MIN_SPEED` times exact decoding is not measured.
 """
 
 from __future__ import annotations

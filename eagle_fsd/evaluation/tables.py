@@ -228,6 +228,7 @@ def points_text(loss: float) -> str:
 
 
 def number_text(value: float | None, form: str) -> str:
+    """Format a number; "" for None and NaN."""
     return "" if value is None or math.isnan(value) else format(value, form)
 
 
@@ -337,7 +338,8 @@ def measurement(report: dict[str, Any]) -> str:
     batch = str(about["batch"]) + (f" (answers: {answers})" if answers != about["batch"] else "")
     first = f" after the first {about['skip']}" if about.get("skip") else ""
     questions = f"{report['questions']} questions of {about['questions']}{first}"
-    sampling, when = _describe_sampling(about), " to ".join(dates[:1] + dates[1:][-1:])
+    sampling = _describe_sampling(about)
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     if about.get("servers"):
         return (
             f"{questions}, {batch} at once; {sampling}; servers {', '.join(about['servers'])},"
@@ -371,7 +373,7 @@ def footnote(report: dict[str, Any]) -> str:
     if about["samples"] * about["seeds"] > 1:
         sentences.append("Lost and gained are counted on the first sample of each question.")
     for row in report["rows"]:
-        if row["method"] == "fsd":
+        if row["method"] == "fsd" and not about.get("servers"):
             exact = row["settings"]["method"] == "exact"
             sentences.append(f"{method_text(row)}{' is exact decoding' if exact else ''}.")
     if len(report["sessions"]) > 1:
@@ -403,7 +405,8 @@ def footnote(report: dict[str, Any]) -> str:
         sentences.append(report["unscored"])
     if failed := sum(row["failed"] for row in report["rows"]):
         sentences.append(
-            f"{failed} turns, over all methods, were not answered: their prompts fill the context."
+            f"Turns that were not answered, because their prompts fill the context: {failed}"
+            " over all methods."
         )
     return " ".join(sentences)
 

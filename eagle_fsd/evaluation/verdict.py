@@ -28,8 +28,8 @@ def main_row(report: dict[str, Any]) -> Row | None:
     This is FSD with the settings of the command line or of ``fsd.json``, or the settings that a
     calibration certified; where there are none, the method that the first of the
     :func:`conclusions` names; where they name none, the fastest method that is estimated to lose at
-    most one point of accuracy. Without references, it is the one that changes the fewest answers
-    among those that are faster.
+    most one point of accuracy, or the fastest of all if none is. Without references, it is the one
+    that changes the fewest answers, of the faster methods if there are any.
     """
     rows = [
         row for row in report["rows"] if "against_exact" in row and row["method"] not in BASELINES

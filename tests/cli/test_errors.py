@@ -34,6 +34,7 @@ USAGE_ERRORS: list[tuple[str, str]] = [
     ("sweep --thresholds 0 -1", "threshold must be a number of at least 0; got -1.0"),
     ("sweep --threshold 0.1", "unknown option: --threshold. Did you mean --thresholds?"),
     ("sweep --min-ratio 2", "min_ratio must be a number in [0, 1]; got 2.0"),
+    ("sweep --answer-batch 0", "--answer-batch must be an integer in [1, 1024]; got 0"),
     ("generate x --settings no.json", "--settings must be an existing file; got no.json"),
     (f"export custom-generate x --drafter bundled --settings {ROOT}", "--settings must be an"),
     ("evaluate --certify no.json", "--certify must be an existing file; got no.json"),

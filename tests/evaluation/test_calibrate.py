@@ -154,6 +154,8 @@ def test_settings_with_the_largest_expected_gain_remain() -> None:
     trees = {"a_chain": 0, "b_chain": 2, "a_bushy": 0, "b_bushy": 0}
     assert kept(4, 1.0, 100, **trees) == ["a-chain", "b-bushy"]
     assert kept(4, 5.0, 50, equal=True, a=0, b=0, c=1) == ["a", "c"]
+    # b decodes as a's tree that was dropped, not as the one that remains.
+    assert kept(4, 5.0, 50, equal=True, a_chain=0, a_bushy=1, b=1) == ["a-chain", "b"]
 
 
 def tree_plan(**trees: Sequence[tuple[TreeConfig, float]]) -> TreePlan:

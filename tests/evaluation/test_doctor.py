@@ -404,7 +404,7 @@ def test_depth_context_length_and_tree(healthy: Measurements) -> None:
         assert found.level == level
         assert found.evidence == f"agreement 90.0% at 0-127 tokens, {share:.1%} at 128-255 tokens"
     found = check(check_length, by_length=[short, {**long, "tokens": 49}])
-    assert found.evidence == "all contexts are of similar length"
+    assert found.evidence == "fewer than two ranges of context lengths have 50 answer tokens"
 
     def answers(*accepted: int) -> list[MeasuredAnswer]:
         return [MeasuredAnswer(torch.arange(9), 1, [*accepted, 1])]

@@ -168,7 +168,7 @@ def test_turns_that_do_not_fit_into_the_context_are_counted(tmp_path: Path) -> N
     (choice,) = second["choices"]
     assert [error is None for error in choice["errors"]] == [True, False, False]
     assert [text == "" for text in choice["turns"]] == [False, True, True]
-    assert "2 turns, over all methods, were not" in (tmp_path / "out" / "report.md").read_text()
+    assert "fill the context: 2 over all" in (tmp_path / "out" / "report.md").read_text()
     assert "NaN" not in (tmp_path / "out" / "report.json").read_text()
 
 

@@ -55,7 +55,9 @@ def test_requests_and_judgment_file(
     ]
     assert set(stub.keys) == {"Bearer secret"}
     assert "secret" not in repr(endpoint)
-    assert Endpoint("http://user:secret@host:1/v1", "a").redacted_url == "http://host:1/v1"
+    for scheme in ("http://", ""):
+        url = Endpoint(f"{scheme}user:secret@host:1/v1", "a").redacted_url
+        assert url == f"{scheme}host:1/v1"
     path = tmp_path / "model_judgment" / "a_b_single.jsonl"
     lines = read_jsonl(path)
     assert lines == found
@@ -274,7 +276,7 @@ def test_a_failure_gives_one_line(stub: StubJudge, tmp_path: Path) -> None:
     replies: list[tuple[Callable[[str], Any], str]] = [
         (lambda _: (401, {"error": {"message": "wrong key my-key"}}), "(401, wrong key ...)"),
         (lambda _: (404, {"object": "error", "message": "no model"}), "(404, no model)"),
-        (lambda _: (200, "<html>hello</html>"), "(the reply is not a chat completion; check the"),
+        (lambda _: (200, "<html>hello</html>"), "(the reply is not in OpenAI's format; check the"),
         (lambda _: (503, "<html>\nbusy\n</html>"), "503"),
         (lambda _: over.wait(TIMEOUT), "(no reply within 0.5 s)"),
     ]

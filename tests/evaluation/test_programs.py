@@ -85,6 +85,10 @@ RIGHT_ANSWERS = {
     "a correction": f"```python\n{WRONG}```\nNo, that is wrong:\n```python\n{WHOLE}```",
     "a helper in a separate block": "```python\ndef double(value):\n    return 2 * value\n```\n"
     "```python\ndef twice(values):\n    return [double(value) for value in values]\n```",
+    "an import in a separate block": "```python\nimport operator\n```\n"
+    "```python\nfrom __future__ import annotations\n\n\ndef twice(values):\n"
+    "    return [operator.mul(2, value) for value in values]\n```\n"
+    "```python\nimport missing\nfrom answer import twice\nprint(twice([1]))\n```",
     "a helper after the function": "```python\ndef twice(values):\n"
     "    return [double(value) for value in values]\n\n\n"
     "def double(value):\n    return 2 * value\n```",

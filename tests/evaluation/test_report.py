@@ -237,6 +237,9 @@ def test_csv_and_footnote_state_the_settings_of_each_row() -> None:
     ]
     settings = "fsd (js T=0.1, r=0.1, price 0.75, at most 2.5 nats, tree 16/8/2)."
     assert settings in footnote(report)
+    fuzzy["settings"] = {"method": "server", "model": "m", "engine": "vllm"}
+    report["about"]["servers"] = ["fsd=http://localhost:8000/v1"]
+    assert " fsd." not in footnote(report)
 
 
 def test_unclear_replies_of_a_judge_are_reported() -> None:

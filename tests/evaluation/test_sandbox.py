@@ -417,7 +417,7 @@ def test_messages_hold_plain_values() -> None:
         found = ast.literal_eval(child.encode(value))
         assert type(found) is type(plain)
         assert plain == found
-    for value in (float("nan"), object(), [range(3)], iter([]), Fraction(1, 3)):
+    for value in (float("nan"), complex("inf"), object(), [range(3)], iter([]), Fraction(1, 3)):
         with pytest.raises((TypeError, ValueError)):
             child.encode(value)
 

@@ -13,6 +13,7 @@ standard library only.
 """
 
 import builtins
+import cmath
 import os
 import resource
 import sys
@@ -77,6 +78,8 @@ def encode(value):
             raise ValueError("nan has no literal")
         return float.__repr__(value).replace("inf", "1e999")
     if isinstance(value, complex):
+        if not cmath.isfinite(value):
+            raise ValueError("complex numbers that are not finite have no literal")
         return complex.__repr__(value)
     if isinstance(value, str):
         return ascii(str.__str__(value))
@@ -142,7 +145,7 @@ def receive(replies):
 
 
 def run_tests(job, replies, requests):
-    """Execute the tests of a job, ``(code, tests, name)``; exceptions of both are raised."""
+    """Execute the tests of a job, ``(code, tests, name)``; raise exceptions of code and tests."""
     code, tests, name = job
 
     def request(*message):
@@ -150,11 +153,11 @@ def run_tests(job, replies, requests):
         kind, content = receive(replies)
         if kind == "value":
             return content
-        kind, message = content
-        error = getattr(builtins, kind, None)
-        if isinstance(error, type) and issubclass(error, Exception):
-            raise error(message)  # tests may expect it
-        raise AnswerError(f"{kind}: {message}")
+        error, reason = content
+        known = getattr(builtins, error, None)
+        if isinstance(known, type) and issubclass(known, Exception):
+            raise known(reason)  # tests may expect it
+        raise AnswerError(f"{error}: {reason}")
 
     def candidate(*args, **kwargs):
         return request(args, kwargs)

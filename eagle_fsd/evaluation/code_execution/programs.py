@@ -6,7 +6,7 @@ import ast
 import re
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from eagle_fsd.evaluation.questions.question import Question
@@ -47,8 +47,8 @@ def build_program(question: Question, answer: str) -> Program:
     The last code block that defines the requested function is used, with the definitions it needs
     from other blocks. If there is no such block, the whole text is searched for the function.
     Otherwise the code is taken as the function's body, whose indentation may be missing. If code is
-    cut off or followed by prose, the longest part that parses is used. Main guards, and statements
-    after the function other than definitions, are removed. The question's own imports and
+    cut off or followed by prose, the longest part that parses is used. After the function, only
+    definitions and values are kept, not main guards and calls. The question's own imports and
     definitions come first.
 
     OpenAI's human-eval appends the answer to the question, as here if the answer is a body.
@@ -100,7 +100,7 @@ def _longest_part(before: str, code: str) -> str:
 
 
 def _defined_names(*nodes: ast.stmt) -> set[str]:
-    """Return the names that statements define."""
+    """Return the names of the functions, classes and values that statements define."""
     names = {node.name for node in nodes if isinstance(node, (*_FUNCTIONS, ast.ClassDef))}
     targets: list[ast.expr] = []
     for node in nodes:
@@ -109,6 +109,13 @@ def _defined_names(*nodes: ast.stmt) -> set[str]:
         elif isinstance(node, ast.AnnAssign):
             targets.append(node.target)
     return names | {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def _imported_names(*nodes: ast.stmt) -> set[str]:
+    """Return the names that statements import."""
+    imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
+    aliases = [alias for node in imports for alias in node.names]
+    return {(alias.asname or alias.name).partition(".")[0] for alias in aliases}
 
 
 def _used_names(*nodes: ast.stmt) -> set[str]:
@@ -139,24 +146,25 @@ def _whole_function(text: str, prompt: str, entry: str) -> str | None:
     for code in candidates():
         body = _statements(code)
         if entry in _defined_names(*body):
-            helpers = "".join(_helpers(block, body, entry) for block in _blocks(text))
-            return _trim(_stub(prompt), helpers + code, entry)
+            helpers = [_helpers(block, body, entry) for block in _blocks(text)]
+            return _trim(_stub(prompt), [*helpers, code], entry)
     return None
 
 
 def _helpers(block: str, body: list[ast.stmt], entry: str) -> str:
-    """Return the definitions in ``block`` that a program uses but does not contain."""
-    used = _used_names(*body) - _defined_names(*body) - {entry}
+    """Return the imports and definitions in ``block`` that a program uses but does not contain.
+
+    If these include a function, a class or a value, all imports and definitions are returned.
+    """
+    used = _used_names(*body) - _defined_names(*body) - _imported_names(*body) - {entry}
     other = _statements(block)
-    if not used & _defined_names(*other):
-        return ""
-    kept = [
-        node
-        for node in other
-        if entry not in _defined_names(node)
-        and (isinstance(node, _DEFINITIONS) or used & _defined_names(node))
-    ]
-    return ast.unparse(ast.Module(kept, [])) + "\n\n"
+    defines = bool(used & _defined_names(*other))
+    kept = []
+    for node in other:
+        names = _defined_names(node) | _imported_names(node)
+        if entry not in names and (used & names or (defines and isinstance(node, _DEFINITIONS))):
+            kept.append(node)
+    return ast.unparse(ast.Module(kept, [])) + "\n\n" if kept else ""
 
 
 def _completion(text: str, prompt: str, entry: str) -> str | None:
@@ -173,10 +181,10 @@ def _completion(text: str, prompt: str, entry: str) -> str | None:
             indentation + part.lstrip(),  # the indentation of the first line was lost
             textwrap.indent(textwrap.dedent(part), indentation),
         )
-        longest = (max((_longest_part(prompt, code) for code in variants), key=len),)
-        for code in (*(f"{code}\n" for code in variants), *longest):
+        longest = max((_longest_part(prompt, code) for code in variants), key=len)
+        for code in (*(f"{code}\n" for code in variants), longest):
             if _has_body(prompt + code, entry):
-                return _trim("", prompt + code, entry)
+                return _trim("", [prompt + code], entry)
     return None
 
 
@@ -202,13 +210,13 @@ def _has_body(source: str, entry: str) -> bool:
     )
 
 
-def _trim(before: str, code: str, entry: str) -> str:
-    """Append ``code`` to ``before``, without statements after ``entry``, such as main guards.
+def _trim(before: str, parts: Sequence[str], entry: str) -> str:
+    """Append valid parts to ``before``, without statements after ``entry``, such as main guards.
 
     Definitions are kept, and values that they use, unless these come from ``entry`` or from an
     input, as in tests and programs. Imports from ``__future__`` are moved to the beginning.
     """
-    body = _statements(code)
+    code, body = "".join(parts), [node for part in parts for node in _statements(part)]
     last = max((at for at, node in enumerate(body) if entry in _defined_names(node)), default=0)
     used = _used_names(*(node for node in body if isinstance(node, _DEFINITIONS)))
     removed = {*_INPUTS}  # and the names whose values are removed

@@ -1,11 +1,11 @@
 """Start processes in a sandbox of bubblewrap (https://github.com/containers/bubblewrap).
 
 Such a process sees a read-only file system that holds the Python interpreter, its standard library
-and the shared libraries of both. It has no network, its own process ids and ``/proc``, an empty
-environment, and no rights beyond those of an unprivileged user. It cannot start other processes or
-open sockets other than Unix sockets (``seccomp.py`` filters system calls). ``child.py`` adds the
-limits on memory, CPU time and threads. Root's threads are not limited in number, so it changes to
-an unprivileged user first.
+and the shared libraries of both. It has no network, its own process ids and ``/proc``, no variables
+of the caller's environment but ``LD_LIBRARY_PATH``, and no rights beyond those of an unprivileged
+user. It cannot start other processes or open sockets other than Unix sockets (``seccomp.py``
+filters system calls). ``child.py`` adds the limits on memory, CPU time and threads. Root's threads
+are not limited in number, so it changes to an unprivileged user first.
 """
 
 from __future__ import annotations

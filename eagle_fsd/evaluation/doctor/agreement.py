@@ -85,7 +85,7 @@ class Agreement:
                 yield drafter.log_probs(rows)
 
     def measure(self, *changes: Change) -> Tensor:
-        """Return the agreement, ``[T]``, while changes apply; NaN if the draft's is not finite."""
+        """Return the agreement, ``[T]``, while changes apply; NaN where a distribution has NaN."""
         expected, known = self._expected
         parts, done = [], 0
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
@@ -93,7 +93,7 @@ class Agreement:
             for owner, name, value in changes:
                 setattr(owner, name, value)
             if (ids := self.drafter.token_ids) is not None:
-                entries = ids.new_full((self.target.vocab_size + 1,), -1)
+                entries = ids.new_full((self.target.vocab_size + 1,), -1)  # last: of negative ids
                 entries[ids.clamp_min(-1)] = torch.arange(len(ids), device=ids.device)
                 known = entries[known]  # [T, K] the draft's entries; -1 if it lacks the token
             for log_probs in self._drafts():
@@ -108,7 +108,7 @@ class Agreement:
 
     @cached_property
     def own(self) -> Tensor:
-        """``[T]`` the drafter's agreement as it is; NaN where it is not finite."""
+        """``[T]`` the drafter's agreement as it is; NaN where a distribution has NaN."""
         return self.measure()
 
     @cached_property

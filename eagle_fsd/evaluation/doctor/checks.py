@@ -185,8 +185,10 @@ def _target(agreement: Agreement) -> Finding:
     share = agreement.mean
     evidence = f"agreement {share:.1%}, of a constant prediction {agreement.chance:.1%}"
     if share <= agreement.chance + CHANCE_MARGIN:
-        step = "train the drafter further, or use one that was trained for this target and its"
-        return Finding("target", "problem", evidence, f"{step} tokenizer, if only its shapes fit")
+        step = (
+            "train the drafter further, or use one that was trained for this target and tokenizer"
+        )
+        return Finding("target", "problem", evidence, step)
     step = "train the drafter further, on the target's own answers (--regenerate)"
     return Finding.note(share < LOW_AGREEMENT, "target", evidence, step)
 
@@ -195,7 +197,8 @@ def check_length(measured: Measurements) -> Finding:
     """Check whether the agreement falls with the context length."""
     rows = [row for row in measured.by_length if row["tokens"] >= MIN_COUNT]
     if len(rows) < 2:
-        return Finding("context length", "ok", "all contexts are of similar length")
+        evidence = f"fewer than two ranges of context lengths have {MIN_COUNT} answer tokens"
+        return Finding("context length", "ok", evidence)
     ends = rows[0], rows[-1]
     evidence = "agreement " + ", ".join(
         f"{row['agreement']:.1%} at {row['first']}-{row['last']} tokens" for row in ends

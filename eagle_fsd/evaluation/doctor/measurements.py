@@ -27,7 +27,7 @@ from eagle_fsd.utils.detokenization import answer_text
 BATCH = 16
 #: Maximum number of exchanges before a question, to measure longer contexts.
 MAX_HISTORY = 6
-#: Context lengths of the first row of the table; each further row covers twice as many.
+#: Contexts in the first row of the table are shorter than this; the limit doubles in every row.
 FIRST_LENGTHS = 128
 
 
@@ -66,7 +66,10 @@ class Measurements:
 
     @cached_property
     def chains(self) -> list[MeasuredAnswer]:
-        """Answers to the questions, drafted by a head as chains; other drafters skip tokens."""
+        """Answers to the questions, drafted as chains; none unless the drafter is a head.
+
+        Other drafters may propose chains that are shorter than the tree allows.
+        """
         if not isinstance(self.model.drafter, DraftHead):
             return []
         depth = self.model.tree.depth
@@ -166,18 +169,23 @@ class Measurements:
 
     @cached_property
     def by_depth(self) -> list[dict[str, Any]]:
-        """The steps that drafted a token at each depth of a chain, and the share that accepted it.
+        """The share of steps that accepted the token at each depth of a chain.
 
-        The latter is EAGLE's n-alpha (arXiv 2401.15077, section 4.1). Empty without a head.
+        Only ``steps`` that accepted all tokens before it count: this is EAGLE's n-alpha (arXiv
+        2401.15077, section 4.1). Empty without a head.
         """
         lengths, rows = complete_steps(self.chains), []
         for depth in range(1, self.model.tree.depth + 2):
-            if lengths := [length for length in lengths if length >= depth]:
-                accepted = fmean(length > depth for length in lengths)
-                rows.append({"depth": depth, "steps": len(lengths), "accepted": accepted})
+            reached = [length for length in lengths if length >= depth]
+            if reached:
+                accepted = fmean(length > depth for length in reached)
+                rows.append({"depth": depth, "steps": len(reached), "accepted": accepted})
         return rows
 
 
 def complete_steps(answers: Sequence[MeasuredAnswer]) -> list[int]:
-    """Return accepted lengths without each answer's last step, which may have been cut off."""
+    """Return accepted lengths without each answer's last step, which may have been cut off.
+
+    The only step of an answer is kept.
+    """
     return [length for answer in answers for length in answer.accepted[:-1] or answer.accepted]

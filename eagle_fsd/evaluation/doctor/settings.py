@@ -23,7 +23,7 @@ Alternatives = Iterable[tuple[str, Sequence[Change]]]
 
 #: Minimum increase of the agreement; the second value applies to other hidden states.
 #: Neighboring layers have similar states, so numbering the layers wrongly by one costs the
-#: bundled EAGLE-3 head 1 to 2 %.
+#: bundled EAGLE-3 head one or two points.
 MIN_GAIN, MIN_READS_GAIN = 0.03, 0.005
 #: Bases of the rotary embedding in published models.
 THETAS = (10_000.0, 500_000.0, 1_000_000.0, 10_000_000.0)
@@ -141,7 +141,7 @@ def _describe_reads(reads: Sequence[int]) -> str:
     return f"the inputs of layers {layers}" if len(reads) > 1 else f"the input of layer {layers}"
 
 
-def _rotary_embeddings(network: nn.Module | None) -> list[Change]:
+def _rotary_embeddings(network: nn.Module | None) -> list[tuple[nn.Module, str, nn.Module]]:
     """Return the parent, the name and the module of every rotary embedding."""
     return [
         (parent, name, module)
@@ -167,7 +167,9 @@ def _describe_rope(rope: Mapping[str, Any]) -> str:
 
 
 def _other_ropes(
-    modules: Sequence[Change], own: dict[str, Any], target: dict[str, Any]
+    modules: Sequence[tuple[nn.Module, str, nn.Module]],
+    own: dict[str, Any],
+    target: dict[str, Any],
 ) -> Alternatives:
     """Try the bases of published models, and the target's RoPE."""
     partial = "partial_rotary_factor"  # a property of the layers

@@ -40,6 +40,8 @@ MAX_TOKENS = 2048
 Reply = tuple[str, float]
 #: Fields that identify the judgment in a line, of ratings and of comparisons.
 KEYS = ("model", "model_1", "model_2", "question_id", "turn")
+#: The reply recorded for identical answers, about which the judge is not asked.
+IDENTICAL = "The answers are identical. [[C]]"
 
 
 @dataclass(frozen=True)
@@ -203,10 +205,6 @@ def judge(
 
 def _rating(replies: Sequence[str]) -> Record:
     return {"score": parse_rating(replies[0])}
-
-
-#: The reply recorded for identical answers, about which the judge is not asked.
-IDENTICAL = "The answers are identical. [[C]]"
 
 
 def _winners(replies: Sequence[str]) -> Record:

@@ -116,7 +116,7 @@ def _context_text(question: Question) -> str:
 
 
 def parse_rating(judgment: str) -> int | float:
-    """Return the rating in a judge's reply; :data:`NO_RATING` if it is not between 1 and 10."""
+    """Return the rating in a judge's reply; :data:`NO_RATING` without one from 1 to 10."""
     for pattern in _RATINGS:
         if match := pattern.search(judgment):
             text = match.group(1)

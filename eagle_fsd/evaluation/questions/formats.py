@@ -57,9 +57,9 @@ class QuestionError(ValueError):
 def read_questions(path: str | Path, grader: Grader | None = None) -> list[Question]:
     """Read all questions of a file, scored by ``grader`` or as their format says.
 
-    A file holds JSON lines or a JSON array of objects; prompts, one per line (``.txt``); a CSV file
-    of MMLU (``.csv``) or the MMLU archive (``.tar``). A name that also ends in ``.gz`` is
-    decompressed.
+    A file holds JSON lines or a JSON array of objects, or prompts, one per line (``.txt``), or is a
+    CSV file of MMLU (``.csv``) or the MMLU archive (``.tar``). A file whose name also ends in
+    ``.gz`` is decompressed.
     """
     path = Path(path)
     readers = {".csv": _csv_rows, ".tar": _archive_rows, ".txt": _text_rows}
@@ -414,8 +414,8 @@ def _human_eval(row: dict[str, Any], _: int) -> Question:
 def _ifeval(row: dict[str, Any], _: int) -> Question:
     """Convert a row of IFEval, whose category is that of its first instruction."""
     names, options = row["instruction_id_list"], row["kwargs"]
-    for name, value, kind in (("instruction_id_list", names, str), ("kwargs", options, dict)):
-        _require(_is_list(value, kind), f'"{name}" must be a list of {kind.__name__} values')
+    _require(_is_list(names, str), '"instruction_id_list" must be a list of strings')
+    _require(_is_list(options, dict), '"kwargs" must be a list of objects')
     fits = names and len(names) == len(options)
     _require(fits, '"kwargs" must have an item for each of "instruction_id_list"')
     category = names[0].partition(":")[0]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-#: How an answer is scored; "" marks questions without a score (MT-bench, Spec-Bench).
+#: How an answer is scored; "" marks questions without a score, such as those of MT-bench.
 ScoredBy = Literal[
     "",
     "number",
@@ -32,7 +32,7 @@ class Question:
     """One question."""
 
     question_id: int | str  # the row's index if it has no id
-    category: str  # the name of the format if the row has none
+    category: str  # the name of the set, or "general", if the row has none
     turns: tuple[str, ...]  # the user's messages that are answered
     scored_by: ScoredBy = ""
     answer: str | None = None  # number, letter, string, regular expression or source of the tests

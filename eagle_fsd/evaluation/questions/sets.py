@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import http.client
 import os
-import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -108,7 +107,7 @@ GENERATED_SETS: dict[str, Callable[[int, int], list[Question]]] = {
 
 
 class QuestionSetError(ValueError):
-    """A question set is unknown or cannot be downloaded; the message says what to do."""
+    """A question set is unknown, too small, or cannot be downloaded; the message says why."""
 
 
 def data_folder() -> Path:
@@ -149,8 +148,9 @@ def requested_questions(
 ) -> list[Question]:
     """Return the questions of a request, with its grader, system prompt and worked examples.
 
-    The worked examples are the set's first questions with one turn and an answer, which are not
-    asked. ``skip`` leaves out the questions that ``count=skip`` would select.
+    The worked examples, which are not asked, are the set's first questions with one turn, no
+    earlier messages but a system prompt, and an answer to show. ``skip`` leaves out the questions
+    that ``count=skip`` would select.
     """
     grader = find_grader(request.grader) if request.grader else None
     name, shots = request.questions, request.few_shot or 0
@@ -209,20 +209,20 @@ def _with_context(
 
 
 def interleaved(questions: Sequence[Question]) -> list[Question]:
-    """Order questions so that the first ones of any number are spread over the categories.
+    """Order questions so that any number of the first ones is spread over the categories.
 
-    The categories are taken in turns, each with its next question, in a fixed order that spaces
-    them out.
+    The categories take turns, each with its next question, in a fixed order in which neighbors in
+    the file are far apart.
     """
     categories = dict.fromkeys(question.category for question in questions)
     bits = len(categories).bit_length()
     # The van der Corput sequence: the binary digits of a category's index in reverse.
     order = {name: f"{at:0{bits}b}"[::-1] for at, name in enumerate(categories)}
-    turns: Counter[str] = Counter()
+    earlier: Counter[str] = Counter()  # questions of each category so far
     keys = []
     for question in questions:
-        keys.append((turns[question.category], order[question.category]))
-        turns[question.category] += 1
+        keys.append((earlier[question.category], order[question.category]))
+        earlier[question.category] += 1
     return [questions[at] for at in sorted(range(len(questions)), key=keys.__getitem__)]
 
 
@@ -248,7 +248,7 @@ def fetch(source: PublishedFile, progress: DownloadProgress | None = None) -> Pa
             digest = _download(source.url, temporary, progress)
             if digest != source.sha256:
                 raise QuestionSetError(f"the checksum of {source.url} does not match: {advice}")
-    except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
+    except (http.client.HTTPException, OSError) as error:
         raise QuestionSetError(f"cannot download {source.url} ({error}): {advice}") from error
     return path
 

@@ -95,7 +95,7 @@ def max_emitted(tree: TreeConfig) -> int:
 
 
 def capacity(tree: TreeConfig) -> int:
-    """Return the number of nodes that a tree can have, from its depth and its width."""
+    """Return the number of nodes: ``total_tokens``, or fewer if depth or width limit it."""
     pool = 1 + (1 + tree.depth * tree.top_k) * tree.top_k
     return min(tree.total_tokens, pool)
 
@@ -277,7 +277,7 @@ def measured_trees() -> list[TreeConfig]:
 def measure_costs(workload: Workload, progress: Progress, rounds: int | None = None) -> StepCosts:
     """Measure the costs of a step, at the batch size of the workload.
 
-    The measurements rotate, so that changes in the machine's speed affect all of them alike.
+    Every round measures all of them, so that changes in the machine's speed affect them alike.
     """
     rounds, begin = rounds or ROUNDS, time.perf_counter()
     target, trees = workload.model.target, measured_trees()

@@ -268,7 +268,8 @@ class TreePlan(BaseModel):
     def timed(self, workload: Workload, progress: ProgressFactory) -> TreePlan:
         """Return the plan with predictions that rest on the measured steps of the best trees.
 
-        Steps with full trees are measured, see :func:`step_seconds`.
+        These trees come first, even if others are predicted to be faster. Steps with full trees are
+        measured, see :func:`step_seconds`.
         """
         best = [item.tree for found in self.candidates.values() for item in found[:TIMED_TREES]]
         trees = list(dict.fromkeys([self.exact, *best]))
@@ -320,8 +321,8 @@ def plan_trees(
     ``file`` keeps the plan, with which an interrupted run resumes: answers with other trees could
     not be resumed. Plans for other options in the file are kept, too. If ``compiled``, the steps of
     the best trees are timed again with compiled passes, with which other trees are faster; the
-    workload's pair stays compiled. The last race is between the best trees of exact decoding,
-    alternating with the fastest of the methods.
+    workload's pair stays compiled. With ``last_race``, the best trees of exact decoding are raced
+    once more, alternating with the fastest of the methods.
     """
     # Not .jsonl: FastChat reads every such file beside the answers as answers.
     recorder = LengthRecorder(workload, [EXACT, *methods], file.with_name(f"{file.stem}.lengths"))
