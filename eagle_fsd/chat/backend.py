@@ -92,9 +92,9 @@ class LocalBackend:
     ) -> AsyncGenerator[tuple[AnswerRequest, JobUpdate], None]:
         """Stream an answer; with ``echo``, the first updates hold the prompt.
 
-        ``method`` is ``"fsd"``, or ``"ar"`` to decode without the drafter. Yields the validated
-        request with each update. Raises RequestError, DecodingError or, unless the answer is
-        ``admitted`` because it continues a request, QueueFullError.
+        ``method`` is ``"fsd"``, or ``"ar"`` to decode without the drafter. An ``admitted`` answer
+        continues a request, so a full queue does not refuse it. Yields the validated request with
+        each update. Raises RequestError, DecodingError or QueueFullError.
         """
         with self._counted():
             if not admitted:

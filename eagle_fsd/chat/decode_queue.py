@@ -200,7 +200,7 @@ class DecodeQueue:
 
     @property
     def stalled(self) -> bool:
-        """Whether the current step takes too long."""
+        """Whether the current step or call takes too long."""
         began = self._working_since
         return began is not None and time.monotonic() - began > self.stall_timeout
 
@@ -218,7 +218,8 @@ class DecodeQueue:
         """Do other work in the decoding thread between two steps, and return its result.
 
         The argument of ``work`` returns whether the call was cancelled; the result is not None.
-        Raises QueueFullError, unless the work is ``admitted`` because it continues a request.
+        ``admitted`` work continues a request, so a full queue does not refuse it. Raises
+        QueueFullError, AbortedError, or the error of the work itself.
         """
         call = Job(client, work)
         with self._changed:

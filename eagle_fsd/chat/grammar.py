@@ -37,8 +37,8 @@ SIMPLE = {
 class Grammar(AnswerProcessor):
     """Mask the tokens with which an answer cannot be completed to a string of the grammar.
 
-    An answer that is complete can only end. The matcher is moved to the prefix of each node, which
-    shares most tokens with that of the node before; copies share it.
+    The matcher is moved to the prefix of each node, which shares most tokens with that of the node
+    before; copies share it.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:
@@ -75,7 +75,8 @@ def json_grammar(
     """Compile a grammar of JSON: each alternative is a text, a value's schema, and another text.
 
     ``end_tokens`` may follow a complete answer. Raises ValueError if a schema is invalid, cannot be
-    satisfied, or uses keywords that llguidance does not support.
+    satisfied, is too long or too costly to compile, or uses keywords that llguidance does not
+    support.
     """
     rules = [f"start: {' | '.join(f'a{index}' for index in range(len(alternatives)))}"]
     for index, (before, schema, after) in enumerate(alternatives):

@@ -82,8 +82,8 @@ class RequestParams(RequestOptions):
     tools: list[dict[str, Any]] = Field(
         default=[], description="Functions that the chat template shows, as in OpenAI's API."
     )
-    tool_choice: str = Field(
-        default="auto", description="The tool that the answer calls, any (required), or auto."
+    required_tools: list[str] = Field(
+        default=[], description="Names of tools, one of which the answer must call."
     )
     strict_length: bool = Field(
         default=False,
@@ -154,7 +154,7 @@ class RequestParams(RequestOptions):
         if self.lossless and self.fsd:
             raise ValueError("lossless and fsd exclude each other")
         if self.constrained and (self.ignore_eos or self.min_tokens):
-            name = "tool_choice" if self.json_schema is None else "json_schema"
+            name = "required_tools" if self.json_schema is None else "json_schema"
             raise ValueError(f"{name} excludes ignore_eos and min_tokens")
         if self.echo and self.messages is not None:
             raise ValueError("echo requires a raw prompt; got a chat")
@@ -165,7 +165,7 @@ class RequestParams(RequestOptions):
     @property
     def constrained(self) -> bool:
         """Whether the answer must be JSON: of a schema, or a call of a tool."""
-        return self.json_schema is not None or (bool(self.tools) and self.tool_choice != "auto")
+        return self.json_schema is not None or bool(self.required_tools)
 
 
 def read_request(
@@ -173,7 +173,7 @@ def read_request(
 ) -> AnswerRequest:
     """Validate the fields of :class:`RequestParams` and tokenize the prompt.
 
-    Null is the same as absent; the model's acceptance options are the defaults. Raises
+    Null is the same as absent; the server's acceptance options are the defaults. Raises
     RequestError.
     """
     given = _without_nulls(params)
@@ -219,7 +219,7 @@ def read_request(
                 stop_token_ids += template_ends
     except ContextLengthError as error:
         raise RequestError(str(error), RequestError.CONTEXT) from error
-    except ValueError as error:  # the template rejects the chat, or the target the length
+    except ValueError as error:  # the template rejects the chat
         raise RequestError(str(error), RequestError.INVALID) from error
     if not ids.shape[1]:
         raise RequestError("the prompt has no tokens", RequestError.INVALID, "prompt")
@@ -279,7 +279,7 @@ def _read_grammar(parsed: RequestParams, model: EagleFSD, ends: Sequence[int]) -
     else:
         param = "tools"
         for function in (tool["function"] for tool in parsed.tools):
-            if parsed.tool_choice in ("required", function["name"]):
+            if function["name"] in parsed.required_tools:
                 before = f'{{"name": {json.dumps(function["name"])}, "arguments": '
                 schema = {"type": "object", **function.get("parameters", {})}
                 alternatives.append((before, schema, "}"))
@@ -319,7 +319,7 @@ def read_acceptance(
 
 
 def _with_arguments(template: ChatTemplate, arguments: Mapping[str, Any]) -> ChatTemplate:
-    """Return a chat template with arguments, except those of ``apply_chat_template`` itself."""
+    """Return a chat template with arguments; raises RequestError if it cannot have them."""
     reserved = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     for name in arguments:
         if name in reserved:

@@ -30,8 +30,8 @@ from eagle_fsd.utils.detokenization import special_tokens
 
 #: Minimum number of tokens to leave for an answer; older messages are dropped to make room.
 MIN_ANSWER_TOKENS = 64
-#: Upper bound on the average number of characters per token. Longer text cannot fit the context and
-#: is not tokenized, which would take seconds for megabytes.
+#: Average number of characters per token beyond which text is taken to exceed the context, and is
+#: not tokenized, which would take seconds for megabytes.
 MAX_CHARS_PER_TOKEN = 32
 #: Prompt tokens that are scored in one pass, which bounds the memory for logits ``[S, V]``.
 SCORE_CHUNK = 256

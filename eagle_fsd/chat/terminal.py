@@ -66,7 +66,7 @@ COMMANDS = (
 HELP = """\
 !!exit, Ctrl-D or an empty line   end the chat
 !!reset                           start a new chat
-!!remove                          remove the last message
+!!remove                          remove the last question and answer
 !!regen                           generate the last answer again
 !!save FILE, !!load FILE          save or load the chat
 !!temperature 0.7                 set an option; without a value, show it
@@ -90,7 +90,7 @@ class TerminalSession(ABC):
 
     @property
     def owners(self) -> dict[str, Any]:
-        """The objects with the options that :data:`COMMANDS` set, by the names of their parts."""
+        """The objects whose options :data:`COMMANDS` set, by the attribute that holds these."""
         return {"options": self}
 
     @property
@@ -143,13 +143,17 @@ class TerminalSession(ABC):
         self.notes.print(text, style="dim", soft_wrap=True)
 
     def print_opening(self) -> None:
-        """Print one line with the model, how it decodes, the commands and the tokens' colors."""
-        colors = origin_legend() if self.show_origins else Text("off (--show-origins)")
-        example = "!!threshold" if "acceptance" in self.owners else "!!temperature"
+        """Print one line: the model or server, the commands, and the colors of a pair's tokens."""
+        decodes = "acceptance" in self.owners
+        example = "!!threshold" if decodes else "!!temperature"
         commands = " ".join(("!!help", example, *FASTCHAT_COMMANDS))
         name = escape_control_chars(self.name)
-        opening = f"{name}, {self.label}. Commands: {commands}. Colors: "
-        self.note(Text(opening).append_text(colors))
+        opening = Text(f"{name}, {self.label}. Commands: {commands}.")
+        if self.show_origins:
+            opening.append(" Colors: ").append_text(origin_legend())
+        elif decodes:
+            opening.append(" Colors: off (--show-origins)")
+        self.note(opening)
 
 
 @dataclass
@@ -211,7 +215,7 @@ class ChatSession(TerminalSession):
 
 @dataclass
 class ServerSession(TerminalSession):
-    """A chat with a model of an OpenAI-compatible server, which may not report origins."""
+    """A chat with a model of an OpenAI-compatible server; the origins of tokens are not known."""
 
     client: ChatClient
     tokens: int = 0  # of the last answer, if the server counts them

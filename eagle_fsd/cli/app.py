@@ -50,7 +50,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):  # replace characters that its encoding lacks
         sys.stdout.reconfigure(errors="replace")
-    # transformers reads these when a command imports it.
+    # transformers and huggingface_hub read these when a command imports them.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     words = sys.argv[1:]

@@ -66,7 +66,8 @@ def chat(
     check_single_process("chat")
     session: TerminalSession
     if base_url is not None:
-        if show_origins or (pair, tree, acceptance) != (Pair(), TreeConfig(), AcceptanceConfig()):
+        given = (pair.model_fields_set, tree.model_fields_set, acceptance.model_fields_set)
+        if show_origins or any(given):
             raise OptionsError(
                 "the server has the model: --base-url allows no options of model, tree or"
                 " acceptance, and no --show-origins"

@@ -9,6 +9,7 @@ from pydantic import Field
 from eagle_fsd.chat.config import AnswerOptions, Limits
 from eagle_fsd.cli.options import AcceptanceOptions, Pair, PairArguments, TreeOptions
 from eagle_fsd.cli.parsing import options
+from eagle_fsd.cli.processes import check_single_process
 from eagle_fsd.cli.serve import LimitOptions, Port, Server, run_api
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 
@@ -37,6 +38,7 @@ def demo(
     Tokens are colored by origin, and sliders set the threshold and the other acceptance options.
     Compare decodes the same prompt losslessly and with FSD, side by side.
     """
+    check_single_process("demo")
     run_api(
         server, pair, tree, acceptance, limits=limits, answers=answers, open_page=server.browser
     )

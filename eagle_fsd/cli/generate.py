@@ -125,7 +125,8 @@ def generate(
             stats = _print_stream(
                 model, encoded, config, method=method, colored=show_origins, as_json=as_json
             )
-            slower = stats.slower_than_plain and not pair.compile  # which may have compiled
+            # Compiled steps are not judged: their times may include the compilation.
+            slower = stats.slower_than_plain and not pair.compile
             if speedup and stats.tokens:
                 slower = _print_speedup(model, encoded, config, stats) < 1.0
                 _print_closed_gate(model, encoded.ids, config)

@@ -35,7 +35,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "thresholds": ("--thresholds", "-T"),
 }
 
-#: Names that switch options off that are on by default.
+#: Names that switch options off.
 NEGATIVES = {"browser": "--no-browser", "capture": "--no-capture", "compile": "--no-compile"}
 
 #: Headings of groups of options, in the order of the help.
@@ -63,7 +63,7 @@ class Command(App):
     def assemble_argument_collection(
         self, *, default_parameter: Parameter | None = None, parse_docstring: bool = False
     ) -> ArgumentCollection:
-        """Apply :data:`SPELLINGS`, and add the bounds to the descriptions.
+        """Apply :data:`SPELLINGS` and :data:`NEGATIVES`, and add the bounds to the descriptions.
 
         Docstrings are not parsed, because fields and parameters have descriptions and parsing is
         slow.

@@ -145,6 +145,7 @@ def serve(
     commas; the web page asks its visitors for one. Keys are required with a --host beyond this
     machine.
     """
+    check_single_process("serve")
     run_api(
         server,
         pair,
@@ -165,7 +166,6 @@ def run_api(
     open_page: bool = False,
 ) -> None:
     """Serve the API, and the web page if there are initial values of its controls."""
-    check_single_process("serve")
     access = _access(server, page=answers is not None)
     from eagle_fsd.chat.serve.api import api_app, api_error
     from eagle_fsd.chat.web.page import add_page, page_settings

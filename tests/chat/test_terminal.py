@@ -387,6 +387,7 @@ def test_server_answers_in_the_terminal(
     )
     assert f"{answer.choices[0].message.content}\n" in out
     assert noted.startswith(f"{session.name}, {server.url}/v1. Commands: !!help !!temperature ")
+    assert "--show-origins" not in noted
     assert "unknown command !!threshold (see !!help)" in noted
     assert "400, temperature must be less than or equal to 2; got 9.0" in noted
     assert noted.endswith(" 8 tokens\n")
@@ -430,6 +431,7 @@ def test_server_options_are_checked(
     for words, message in (
         (("--server-model", "a"), "--server-model requires --base-url"),
         ((*url, "--target", "a"), "the server has the model: --base-url allows no options of"),
+        ((*url, "--threshold", "0"), "the server has the model: --base-url allows no options of"),
         ((*url, "--show-origins"), "the server has the model: --base-url allows no options of"),
         (url, "Connection error"),
     ):

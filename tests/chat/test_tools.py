@@ -144,6 +144,10 @@ def test_required_and_named_tools_are_called(client: openai.OpenAI) -> None:
             arguments = json.loads(call.function.arguments)
             cities = ({"city": "Rome"}, {"city": "Oslo"})
             assert arguments in (cities if call.function.name == "weather" else ({},))
+    auto = {"type": "function", "function": {"name": "auto", "parameters": TIME["parameters"]}}
+    named = {"type": "function", "function": {"name": "auto"}}
+    reply = ask(client, tools=[*TOOLS, auto], tool_choice=named, max_tokens=256)
+    assert reply.choices[0].message.tool_calls[0].function.name == "auto"
     chunks = ask(client, tool_choice="required", stream=True, max_tokens=256)
     deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
     assert [delta.function.name in ("weather", "time") for delta in deltas] == [True]

@@ -201,9 +201,10 @@ def test_slow_tokenization_does_not_block_other_requests(
     worker: FSDWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other requests are answered meanwhile, and an unexpected error is not revealed."""
-    release = threading.Event()
+    started, release = threading.Event(), threading.Event()
 
     def blocked(*args: Any) -> Any:
+        started.set()
         assert release.wait(60)
         raise KeyError("secret")
 
@@ -213,7 +214,7 @@ def test_slow_tokenization_does_not_block_other_requests(
         transport = httpx.ASGITransport(guarded(worker), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             answer = asyncio.create_task(client.post("/worker_generate", json=GREEDY, timeout=60))
-            while not worker.call_ct:
+            while not started.is_set():
                 await asyncio.sleep(0.001)
             assert (await client.get("/health")).status_code == 200
             assert not answer.done()

@@ -111,7 +111,7 @@ def test_servers_and_chats_require_a_single_process(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for command in ("serve", "serve worker", "chat"):
+    for command in ("demo", "serve", "serve worker", "chat"):
         status, _, errors = run(*command.split())
         assert status == 2
         assert f"error: {command} requires a single process; got 2." in errors

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import resource
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -33,11 +34,11 @@ SHUTDOWN_TIMEOUT = 2
 CLIENT_TIMEOUT = 10.0
 #: Bytes of a response that the system may hold for a client that does not read.
 SEND_BUFFER = 1 << 17
-#: Maximum number of connections; at a low limit of open files it is a third of those, since a
-#: request may need a connection to another server.
+#: Maximum number of connections; at a low limit of open files it is a third of those, which leaves
+#: room for other files.
 MAX_CONNECTIONS = 2048
-#: Number of open files to ask the system for.
-MAX_FILES = 65_536
+#: Number of open files to ask the system for; macOS may refuse more, also below the hard limit.
+MAX_FILES = 10_240 if sys.platform == "darwin" else 65_536
 #: How many connections are accepted before those over the maximum are closed.
 ACCEPT_BATCH = 16
 #: How many connections the system holds for a server that is busy.
@@ -265,13 +266,13 @@ class _RateLimit(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether to write a record."""
-        place, now = (record.pathname, record.lineno), time.monotonic()
-        begin, count = self._counts.get(place, (now, 0))
+        statement, now = (record.pathname, record.lineno), time.monotonic()
+        begin, count = self._counts.get(statement, (now, 0))
         if now - begin > LOG_PERIOD:
             if count > LOG_RECORDS:
                 dropped = count - LOG_RECORDS
                 record.msg = f"{record.getMessage()} ({dropped} more such messages were dropped)"
                 record.args = ()
             begin, count = now, 0
-        self._counts[place] = (begin, count + 1)
+        self._counts[statement] = (begin, count + 1)
         return count < LOG_RECORDS

@@ -25,7 +25,7 @@ class ServerMetrics:
     ``eagle_fsd_tokens_total / eagle_fsd_steps_total`` (summed over origins), and the fraction of
     their fuzzy tokens ``eagle_fsd_tokens_total{origin="fuzzy"}`` over that sum.
 
-    The decoding thread sets them, the event loop also calls :meth:`request_finished`.
+    Both the decoding thread and the event loop update them.
     """
 
     def __init__(self) -> None:
@@ -70,13 +70,13 @@ class ServerMetrics:
         """Count a request that ends, is cancelled, fails or is refused.
 
         ``stats`` are the answer's :meth:`~eagle_fsd.chat.session.ChatAnswer.stats` and, if it
-        ended, its usage; empty if it failed or never started. ``seconds_per_token`` counts from the
-        end of the first step; None if there were no others.
+        ended, its usage; empty if it never started, or decoding it failed. ``seconds_per_token``
+        counts from the end of the first step; None if there were no others.
         """
         if seconds_per_token is not None:
             self.token_seconds.observe(seconds_per_token)
         self.requests.labels(outcome).inc()
-        if not stats:  # it failed, was refused, or was cancelled before its turn
+        if not stats:
             return
         self.steps.inc(stats["steps"])
         for origin in ("exact", "fuzzy", "target"):

@@ -253,6 +253,7 @@ class GenerationRequest(RequestOptions, Body):
             "max_new_tokens": self._length_name,
             "prompt_token_ids": "prompt",
             "json_schema": "response_format",
+            "required_tools": "tool_choice",
         }
 
     def answer_params(self) -> list[dict[str, Any]]:
@@ -355,7 +356,10 @@ class ChatRequest(GenerationRequest):
         if self.tool_names:
             choice = self.tool_choice
             params["tools"] = [tool.model_dump(exclude_unset=True) for tool in self.tools]
-            params["tool_choice"] = choice.function.name if isinstance(choice, Tool) else choice
+            if isinstance(choice, Tool):
+                params["required_tools"] = [choice.function.name]
+            elif choice == "required":
+                params["required_tools"] = self.tool_names
         return [params]
 
 
@@ -478,6 +482,7 @@ class ResponseBuilder:
             delta = {"role": "assistant", "content": ""}
             opening = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             found.append(self._chunk([opening]))
+        self._last[index] = update
         logprobs = None
         text, calls = self._content(index, update)
         reported = self.logprobs or self.include_tokens
@@ -491,7 +496,6 @@ class ResponseBuilder:
                 if self.chat:
                     logprobs["refusal"] = None
             choice, usage = self._choice(index, content, logprobs, update), None
-            self._last[index] = update
             if not self.include_usage and all(item and item.finish_reason for item in self._last):
                 usage = self._usage()  # every reply tells how many of its tokens are fuzzy
             if self.include_tokens:
@@ -500,7 +504,6 @@ class ResponseBuilder:
                 usage = {**self._usage(), **speed}
             found.append(self._chunk([choice], usage))
         self._texts[index] += text
-        self._last[index] = update
         return found
 
     def _content(self, index: int, update: JobUpdate) -> tuple[str, list[dict[str, Any]]]:

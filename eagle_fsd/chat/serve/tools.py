@@ -117,7 +117,7 @@ class ToolParser:
         return text, self.calls[first:]
 
     def _text(self, piece: Piece) -> str:
-        """Return the text of a piece; markers that are special tokens have none."""
+        """Return the text of a piece; if it has none, that of a marker that is a special token."""
         if piece.text:
             return piece.text
         token = self._tokens.text(piece.token)

@@ -52,7 +52,6 @@ class FSDWorker:
         self.backend, self.queue = backend, backend.queue
         self.controller, self.address = controller, address
         self.context_len = backend.model.target.stable_length
-        self.call_ct = 0  # requests for answers so far
 
     def status(self) -> dict[str, Any]:
         """Return the model's names and the number of its requests, as FastChat expects them."""
@@ -81,13 +80,14 @@ class FSDWorker:
             reply = httpx.post(url, json=body, timeout=CONTROLLER_TIMEOUT, trust_env=False)
             return reply.raise_for_status().json()
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-            log.warning("the controller did not answer %s: %s", route, error)
+            log.warning("the request %s to the controller failed: %s", route, error)
             return None
 
     async def count_token(self, params: dict[str, Any], client: str) -> dict[str, Any]:
         """Count the tokens of a prompt after applying the chat template.
 
-        If the prompt does not fit, the count is the context length and the reply holds the error.
+        The reply to an invalid request holds the error; its count is the context length if the
+        prompt does not fit, else 0.
         """
         given = {name: params.get(name) for name in ("prompt", "prompt_token_ids")}
         try:
@@ -105,7 +105,6 @@ class FSDWorker:
         An output holds the text so far, log-probabilities of the new tokens, usage, statistics, and
         at the end the finish reason. An error is the last output, with its code.
         """
-        self.call_ct += 1
         text = ""
         try:
             params = _answer_params(params)

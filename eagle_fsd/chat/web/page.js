@@ -354,8 +354,8 @@ const readQuestion = (text, parent) => {
   if (error) showError(parent, error);
   return error ? null : question;
 };
-// Run an answer or a comparison in place of a baseline. Its second argument returns whether a new
-// chat or other work has not replaced it.
+// Run an answer or a comparison in place of a baseline. The job's second argument returns false
+// once a new chat or other work has replaced it.
 const run = async (job) => {
   work?.abort();
   const mine = (work = new AbortController());
@@ -413,7 +413,7 @@ const send = async () => {
 // Decode the same prompt without the drafter, and without the details that the answer's tokens
 // carry, which favors it: the speedup is not overstated.
 const measureBaseline = async (answer, body, signal, active) => {
-  const { fsd, lossless, logprobs, top_logprobs, ...rest } = body;
+  const { fsd, logprobs, top_logprobs, ...rest } = body;
   const limited = { ...rest, method: "ar", max_tokens: Math.min(BASELINE_TOKENS, body.max_tokens) };
   const baseline = new Answer(answer.acceptance);
   await new Promise((done) => {

@@ -84,17 +84,18 @@ def page_settings(
 
 
 def _control(name: str, backend: LocalBackend, options: AnswerOptions) -> dict[str, Any]:
-    """Describe the slider or drop-down list of an option, with the bounds its model declares."""
-    own, acceptance = name in ACCEPTANCE_CONTROLS, backend.default_acceptance
-    owner: Options = acceptance if own else options
+    """Describe the slider or drop-down list of an option, within the bounds of model and server."""
+    acceptance = backend.default_acceptance
+    is_acceptance = name in ACCEPTANCE_CONTROLS
+    owner: Options = acceptance if is_acceptance else options
     option, value = type(owner).model_fields[name], getattr(owner, name)
     label, step = CONTROLS[name]
     control = {
         "name": name,
         "label": label,
         "info": f"{option.description} {EXPLANATIONS.get(name, '')}".rstrip(),
-        "acceptance": own,
-        "enabled": not own or (acceptance.rule == "fsd" and not backend.limits.lossless),
+        "acceptance": is_acceptance,
+        "enabled": not is_acceptance or (acceptance.rule == "fsd" and not backend.limits.lossless),
     }
     if choices := get_args(option.annotation):
         return {**control, "choices": choices, "value": value}
