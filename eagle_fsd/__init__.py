@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from eagle_fsd.model.batch import Batch as Batch
     from eagle_fsd.model.batch import StreamChunk as StreamChunk
     from eagle_fsd.model.beam_search import BeamSearchOutput as BeamSearchOutput
-    from eagle_fsd.model.checkpoint import CheckpointError as CheckpointError
     from eagle_fsd.model.config import AcceptanceConfig as AcceptanceConfig
     from eagle_fsd.model.config import SamplingConfig as SamplingConfig
     from eagle_fsd.model.config import TreeConfig as TreeConfig
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from eagle_fsd.model.step import TokenDetail as TokenDetail
     from eagle_fsd.model.verify import AcceptanceRule as AcceptanceRule
     from eagle_fsd.model.verify import Origin as Origin
+    from eagle_fsd.model.weights import CheckpointError as CheckpointError
     from eagle_fsd.utils.options import OptionsError as OptionsError
 
 __version__ = "0.3.0.dev0"
@@ -50,7 +50,7 @@ _MODULES = {
     "AdaptiveNGramDrafter": "model.drafters.ngram",
     "Batch": "model.batch",
     "BeamSearchOutput": "model.beam_search",
-    "CheckpointError": "model.checkpoint",
+    "CheckpointError": "model.weights",
     "Completion": "model.generation",
     "DecodeOptions": "model.request",
     "DecodeStats": "model.stats",

@@ -25,7 +25,7 @@ from typing import Literal
 Split = Literal["train", "test"]
 Message = dict[str, str]
 
-#: One question in this many belongs to the test split.
+#: About one question in this many belongs to the test split.
 TEST_INTERVAL = 10
 #: The largest result. Intermediate results can exceed it slightly.
 MAX_RESULT = 200
@@ -49,20 +49,18 @@ class Problem:
 _Fields = dict[str, str]
 
 
-def _people(names: str, he: str, his: str) -> list[_Fields]:
-    return [{"name": name, "he": he, "his": his} for name in names.split()]
+def _people(names: str, he: str) -> list[_Fields]:
+    return [{"name": name, "he": he} for name in names.split()]
 
 
 PEOPLE = _people(
     "Mia Anna Clara Elena Fatima Grace Hana Ines Julia Kira Lena Maya Nora Olga Priya Rosa Sara "
     "Tara Uma Vera Wendy Yara Zoe Amina Bella Carmen Diana Emma Freya Gina",
     "she",
-    "her",
 ) + _people(
     "Tom Adam Ben Carlos David Emil Felix George Hugo Ivan Jonas Karim Leo Marco Noah Omar Pedro "
     "Ravi Sam Tariq Victor Will Yusuf Zane Amir Boris Chen Diego Erik Finn",
     "he",
-    "his",
 )
 
 #: A kind of objects: their plural, their container, and how they are obtained.
@@ -185,7 +183,7 @@ def _start_boxes(story: _Story) -> None:
     story.quantity = story.work(reason, a, "*", b)
 
 
-def _start_two_days(story: _Story) -> None:
+def _start_two_amounts(story: _Story) -> None:
     a, b = story.draw("a", 4, 60), story.draw("b", 4, 60)
     story.tell(
         "[{setting}, {name} {buys} {a} {things} on [Monday|Friday] and {b} {things} on"
@@ -314,7 +312,7 @@ def _close_together(story: _Story) -> None:
 
 
 _Step = Callable[[_Story], None]
-_STARTS: list[_Step] = [_start_plain, _start_boxes, _start_boxes, _start_two_days]
+_STARTS: list[_Step] = [_start_plain, _start_boxes, _start_boxes, _start_two_amounts]
 _MIDDLES: list[_Step] = [_gain, _gain, _lose, _lose, _lose, _multiply, _share, _share, _gain_boxes]
 _CLOSES: list[_Step] = [_close_count, _close_count, _close_count, _close_sell, _close_together]
 _CLOSE_EQUATIONS: dict[_Step, int] = {_close_count: 0, _close_sell: 1, _close_together: 2}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -78,12 +78,12 @@ def as_list(name: str, given: Item | Sequence[Item] | None) -> list[Item]:
     return list(items)
 
 
-def end_tokens(given: int | Iterable[int]) -> list[int]:
+def end_tokens(given: int | Sequence[int] | Set[int]) -> list[int]:
     """Return end-of-sequence tokens, which may be given as one, as several or as a set."""
     if hasattr(given, "flatten"):  # a tensor or an array
         given = given.flatten().tolist()
     several = isinstance(given, (Sequence, Set)) and not isinstance(given, str)
-    items: Iterable[Any] = given if several else [given]  # type: ignore[assignment]
+    items: Any = given if several else [given]
     ids = [CallOptions.from_dict({"eos_token_id": item}).eos_token_id for item in items]
     return sorted(ids) if isinstance(given, Set) else ids
 

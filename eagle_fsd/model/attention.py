@@ -80,7 +80,7 @@ not_foldable: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 def query_groups(model: PreTrainedModel) -> int:
-    """Return the number of times to repeat masks of tree passes; 0 without SDPA attention."""
+    """Return the number of times to repeat masks of tree passes; 0 if they must not be folded."""
     config = model.config.get_text_config(decoder=True)
     if model in not_foldable or config._attn_implementation not in ("sdpa", TREE_ATTENTION):
         return 0

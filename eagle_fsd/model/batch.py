@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 #: Engines without rows that a batch keeps, for the tokens in their caches.
 MAX_IDLE_ENGINES = 2
-#: Engines of calls that have ended that a pool keeps, those used last: more than the trees that a
-#: search lets take turns.
+#: Engines of calls that have ended that a pool keeps, those used last: more than the trees that
+#: take turns in a search for the fastest one.
 MAX_POOLED_ENGINES = 16
 
 
@@ -40,7 +40,7 @@ class StreamChunk:
     """The tokens that one step emitted for one row.
 
     Attributes:
-        row: Index of the prompt.
+        row: Index of the prompt in its call; 0 in a :class:`Batch`.
         tokens: Token ids.
         origins: The :class:`~eagle_fsd.model.verify.Origin` of each token.
         finished: Whether the row has ended.
@@ -58,7 +58,7 @@ class EnginePool:
     """Engines of calls that have ended, kept for the CUDA graphs of their steps. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # the garbage collector may end a call within one of these
+        self._lock = threading.RLock()  # the garbage collector may end a call while it is held
         self._engines: list[Engine] = []
 
     def __reduce__(self) -> tuple[type[EnginePool], tuple[()]]:
@@ -106,6 +106,8 @@ class EngineOptions:
         """Return an engine without rows that decodes requests like this one."""
         target, drafter = self.target, self.drafter if request.drafted else NoDrafter()
         check_target(target, projected=drafter.projects)
+        if not self.execution.capture:
+            self.pool.clear()  # its graphs are of no use
         key = self._reuse_key(request)
         kept = None if key is None else self.pool.take(key)
         if kept is not None:
@@ -126,10 +128,8 @@ class EngineOptions:
         """Return what engines depend on that can be used again; None if this one cannot."""
         target, execution = self.target, self.execution
         device = target.device
-        if not execution.capture:
-            self.pool.clear()
-            return None
-        if self.caches is not None or not has_graphs(device) or not target.one_device:
+        captures = execution.capture and has_graphs(device) and target.one_device
+        if not captures or self.caches is not None:
             return None
         # Work on other streams could overlap with that of the calls before.
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -140,8 +140,9 @@ class EngineOptions:
 class Batch:
     """Requests that are decoded together; they join and leave between steps.
 
-    An answer does not depend on the others in the batch. Requests are taken in the order of their
-    arrival, and every step advances all of them.
+    An answer does not depend on the others in the batch, apart from the exceptions that
+    :meth:`EagleFSD.generate_many` names. Requests get rows in the order of their arrival, and every
+    step adds tokens to all answers whose prompts have been processed.
 
     A request waits until there is memory for it, see :mod:`~eagle_fsd.model.memory`. If memory runs
     out nevertheless, the number of rows is halved, and all answers resume in smaller batches.
@@ -153,8 +154,8 @@ class Batch:
             allocated at once; default: as requests arrive, which copies what is cached.
 
     Attributes:
-        max_rows: As above.
-        passes: Number of steps so far.
+        max_rows: As above; reduced where memory has run out.
+        passes: Number of target passes so far, without prefill.
         seconds: Seconds by phase so far, see :data:`~eagle_fsd.model.stats.PHASES`.
     """
 
@@ -181,7 +182,7 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the caches of all rows take."""
+        """Bytes that the caches of all engines take."""
         return sum(engine.caches.nbytes for engine in self._engines.values())
 
     @property
@@ -210,8 +211,8 @@ class Batch:
     def step(self) -> list[tuple[Answer, StreamChunk]]:
         """Give free rows to waiting requests, and take a step with all rows.
 
-        Returns what was emitted for each answer that is being decoded, nothing if prompts were
-        processed only. An answer that does not fit in memory even by itself ends with an error.
+        Returns what was emitted for each answer that is being decoded, nothing if only prompts were
+        processed. An answer that does not fit in memory even by itself ends with an error.
         """
         found: list[tuple[Answer, StreamChunk]] = []  # kept if memory runs out later
         failed, self._failed = self._failed, True
@@ -351,6 +352,7 @@ class Batch:
         return self._options.pool.clear() and rows <= engine.fitting_rows(length)
 
     def _engine(self, request: Request) -> Engine:
+        """Return the engine for a request; create it if there is none or only an oversized one."""
         engine, busy = self._engines.pop(request.engine_key, None), set(self._places.values())
         if engine is not None and engine not in busy and self._is_oversized(engine, request):
             engine = None
@@ -371,8 +373,9 @@ class Batch:
         if self._max_length is not None or self._options.caches is not None:
             return False
         rows = [item for item, place in self._places.items() if place is engine]
-        first = (item.request for item in (*rows, *itertools.islice(self._waiting, self.max_rows)))
-        alike = [item.max_length for item in first if item.engine_key == request.engine_key]
+        answers = *rows, *itertools.islice(self._waiting, self.max_rows)
+        requests = [item.request for item in answers]
+        alike = [item.max_length for item in requests if item.engine_key == request.engine_key]
         wanted = min(len(alike), self.max_rows - self.rows + len(rows))
         length = engine.reserved[1]
         rounding = cache_slots(1, self._options.target.device)
@@ -388,7 +391,7 @@ class Batch:
         engine.drop([index for index, answer in enumerate(engine.rows) if answer in removed])
 
     def _requeue(self, max_rows: int) -> None:
-        """Requeue all answers, and limit the number of rows."""
+        """Drop the engines, requeue all answers, and limit the number of rows."""
         if max_rows < self.max_rows:
             log.warning("memory ran out: reduced the batch size to %d", max_rows)
         self.max_rows = max_rows
@@ -414,6 +417,6 @@ class Batch:
 
 
 def _ended(answer: Answer, error: Exception) -> tuple[Answer, StreamChunk]:
-    """End an answer with an error."""
+    """End an answer with an error; return it with its last chunk."""
     answer.error, answer.finished = error, True
     return answer, StreamChunk(answer.request.row, [], [], True)

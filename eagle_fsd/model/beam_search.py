@@ -61,7 +61,7 @@ class ScoredTrees:
     """The trees that a target pass scored, on the host.
 
     ``log_probs``, the largest ones in descending order, and their ``tokens`` are ``[R][N][C]``;
-    ``children`` is the child of each row by (node, token).
+    ``children[row]`` maps (node, token) to the child with this token.
     """
 
     log_probs: list[list[list[float]]]
@@ -145,7 +145,7 @@ class Search:
         found: list[tuple[float, Beam, int | None]] = []
         for beam in self.beams:
             if beam.node is None:
-                found.insert(0, (beam.score, beam, None))
+                found.insert(0, (beam.score, beam, None))  # before others of the same score
             else:
                 log_probs = scored.log_probs[beam.row][beam.node]
                 tokens = scored.tokens[beam.row][beam.node]

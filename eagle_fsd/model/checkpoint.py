@@ -64,7 +64,8 @@ def load_head(
 ) -> EagleHead:
     """Load a draft head, by default in its target's data type, and attach it.
 
-    Raises CheckpointError if the files are missing, damaged or do not match.
+    Raises CheckpointError if the files are missing, damaged or do not match, and ValueError if the
+    head belongs to another target.
     """
     config = parse_config(path, read_config(path, token))
     weights = read_weights(path, token)
@@ -147,8 +148,9 @@ def head_config(head: EagleHead, dtype: torch.dtype) -> dict[str, Any]:
     """Return the content of a head's ``config.json``, given the data type of its saved weights."""
     fields = {**layer_fields(head.config, 1, dtype), "bias": head.fc.bias is not None}
     fields.pop(DRAFT_VOCAB_SIZE, None)
-    size = {} if head.token_ids is None else {DRAFT_VOCAB_SIZE: len(head.token_ids)}
-    return {**fields, **size}
+    if head.token_ids is not None:
+        fields[DRAFT_VOCAB_SIZE] = len(head.token_ids)
+    return fields
 
 
 def layer_fields(config: PreTrainedConfig, layers: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -216,7 +218,7 @@ def parse_config(path: str | Path, values: Mapping[str, Any]) -> PreTrainedConfi
         if values.get("rope_parameters"):
             values.pop("rope_scaling", None)  # the same settings, of a single layer type
         elif isinstance(scaling, dict) and "type" in scaling:
-            # Gemma 3 knows only the new name
+            # Gemma 3 knows only the new name.
             values["rope_scaling"] = {"rope_type": scaling["type"], **scaling}
         config: PreTrainedConfig = AutoConfig.for_model(values.pop("model_type", "llama"), **values)
     return config
@@ -239,7 +241,7 @@ def tensor_names(path: str | Path, token: str | None = None) -> set[str]:
 
 
 def read_weights(path: str | Path, token: str | None = None) -> dict[str, Tensor]:
-    """Read a drafter's tensors by name, without the prefix ``model.``."""
+    """Read a drafter's tensors, without computed buffers, by name without ``model.``."""
     weights: dict[str, Tensor] = {}
     for name in sorted(set(_tensor_files(path, token).values())):
         file = drafter_file(path, name, token)

@@ -38,7 +38,7 @@ CODE_GUARDS = (
     *("BUILTIN_MATCH", "CLASS_MATCH", "CLOSURE_MATCH", "DICT_NOT_CONTAINS", "HASATTR"),
     *("MODULE_MATCH", "NOT_PRESENT_IN_GENERIC_DICT"),
 )
-#: Compiled versions of a function: for one row and for several, and for every tree.
+#: Maximum number of compiled versions of a function: for one row and for several, for every tree.
 RECOMPILE_LIMIT = 128
 #: Maximum number of kinds of steps that are compiled in the background, far below this limit.
 MAX_KINDS = 16
@@ -211,6 +211,7 @@ class BackgroundCompiler:
 
     @staticmethod
     def _run(compile_steps: Callable[[], None]) -> None:
+        """Compile steps, and release the lock that :meth:`count` acquired."""
         log.info("compiling in the background; meanwhile, answers are decoded without it")
         begin, interval = time.perf_counter(), sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_INTERVAL)
@@ -245,7 +246,7 @@ def _is_about_calls(guard: Any) -> bool:
 
 
 def using_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a CUDA device torch's current one, whose streams events, graphs and kernels use."""
+    """Make a CUDA device torch's current one: events, graphs and kernels use its streams."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -279,7 +280,7 @@ class StepGraphs:
         self._eager_steps = 0  # before the next capture, after one ran out of memory
 
     def __len__(self) -> int:
-        """Return the number of shapes that are captured, or will be when they occur again."""
+        """Return the number of shapes that are captured, or have run eagerly."""
         return len(self._graphs) + len(self._seen)
 
     def clear(self) -> None:
@@ -295,9 +296,9 @@ class StepGraphs:
     ) -> Result:
         """Run a step on torch's current device, replayed from a graph where possible.
 
-        The step keeps its state in tensors, whose shapes ``shapes`` identifies. The next replay
-        overwrites the result. ``eager`` is the same step for eager runs, which may do more on the
-        host.
+        The step keeps its state in tensors. ``shapes`` identifies their shapes and what the step
+        does. The next replay overwrites the result. ``eager`` is the same step for eager runs,
+        which may do more on the host.
         """
         if self._eager_steps or self._target in _not_capturable:
             self._eager_steps = max(0, self._eager_steps - 1)
@@ -363,7 +364,7 @@ class StepGraphs:
         torch.cuda.set_stream(before)
 
 
-#: What the modules were like that functions have been compiled for, and these, by module.
+#: For each module, its description when functions were compiled for it, and these functions.
 _versions: weakref.WeakKeyDictionary[
     nn.Module, tuple[object, dict[Callable[..., Any], _Compiled[Any]]]
 ] = weakref.WeakKeyDictionary()

@@ -89,7 +89,7 @@ Quantization = Literal["int8", "int4", "fp8", "nf4"]
 
 
 class TreeConfig(Options):
-    """Shape of the draft tree (EAGLE-2, arXiv 2406.16858). The defaults are EAGLE-2's."""
+    """Shape of the draft tree (EAGLE-2, arXiv 2406.16858)."""
 
     total_tokens: int = Field(
         default=60,
@@ -211,8 +211,8 @@ class AcceptanceConfig(Options):
 
     def given(self) -> dict[str, Any]:
         """Return the acceptance options that were set explicitly, by name."""
-        names = filter(self.model_fields_set.__contains__, AcceptanceConfig.model_fields)
-        return {name: getattr(self, name) for name in names}
+        fields = AcceptanceConfig.model_fields
+        return {name: getattr(self, name) for name in fields if name in self.model_fields_set}
 
     @property
     def lossless(self) -> bool:
@@ -482,5 +482,5 @@ def read_settings(path: str | Path) -> Settings:
 
 
 def settings_dict(tree: TreeConfig, acceptance: AcceptanceConfig) -> dict[str, Any]:
-    """Combine tree and acceptance options, these first, into one flat dictionary, as in files."""
+    """Combine acceptance options, then the tree's, into one flat dictionary, as in files."""
     return {**acceptance.model_dump(), **tree.model_dump()}

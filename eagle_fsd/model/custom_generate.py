@@ -88,8 +88,9 @@ def custom_generate(
     """
     if unwrap_model(model) is not fsd.model:
         raise ValueError("custom_generate was called on a model other than its target")
-    if isinstance(rule, AcceptanceRule) and (threshold, min_ratio) != (None, None):
-        raise ValueError("pass either a rule or threshold and min_ratio, not both")
+    given = threshold is not None or min_ratio is not None
+    if given and isinstance(rule, AcceptanceRule):
+        raise ValueError("pass either a rule object or threshold and min_ratio, not both")
     if synced_gpus:
         raise ValueError("custom_generate does not support synced_gpus")
     config = generation_config
@@ -155,7 +156,7 @@ def _check_config(config: GenerationConfig) -> None:
 
 
 def _check_inputs(inputs: dict[str, Any], attention_mask: Tensor) -> None:
-    """Reject inputs of the target's forward call, unless the target would ignore them."""
+    """Reject inputs of the target's forward call, unless they change no token."""
     for name, value in inputs.items():
         if name in NEUTRAL_INPUTS or value is None or (isinstance(value, dict) and not value):
             continue

@@ -33,7 +33,7 @@ ACCEPTED = (0.6, 0.15, 0.07, 0.04, 0.03, 0.02, 0.01, 0.01)
 NODES = (4, 8, 16, 32, 60)
 DEPTHS = (1, 2, 3, 4, 5, 6, 8)
 WIDTHS = (1, 2, 4, 8)
-#: Depth of the trees that show the cost of a level, in comparison with a depth of 1.
+#: Further levels, beyond depth 1, of the trees that show what a level costs.
 LEVELS = 4
 #: Timed steps of every measurement, of which the fastest counts; one more comes before them.
 STEPS = 2
@@ -73,7 +73,7 @@ def choose_tree(
     """Return the tree that is expected to emit the most tokens per second.
 
     ``target`` are the seconds of a step without drafting by the number of nodes, ``level`` those of
-    a level by its width, and ``draft`` what drafting takes besides.
+    a level by its width, and ``draft`` what drafting takes besides, by the same width.
     """
     best, speed = TreeConfig.for_device("cpu"), 0.0
     for nodes, depth, width in itertools.product(target, DEPTHS, level):
@@ -146,7 +146,7 @@ def _step_seconds(model: EagleFSD) -> tuple[float, float]:
 
 
 def _key(model: EagleFSD) -> str:
-    """Identify pair, data types and machine."""
+    """Identify pair, data types, machine and version of torch."""
     machine, drafter = describe_environment()["machine"], model.drafter
     token_ids = drafter.token_ids if isinstance(drafter, LevelDrafter) else None
     size = None if token_ids is None else len(token_ids)

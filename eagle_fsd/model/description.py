@@ -1,4 +1,4 @@
-"""Describe modules as far as what they compute depends on it.
+"""Describe what the computation of modules depends on.
 
 Compiled passes, CUDA graphs and caches are valid as long as two descriptions are equal.
 """
@@ -133,7 +133,7 @@ class _Walk:
                     self._add_identity(item)
 
     def _add_identity(self, value: Any) -> None:
-        """Add which object this is. A reference keeps the identity from being used again."""
+        """Add which object this is. A reference tells it from a later one with the same id."""
         self.found.append(id(value))  # comes first, because comparing references compares tensors
         with suppress(TypeError):
             self.found.append(weakref.ref(value))

@@ -153,12 +153,15 @@ def on_draft_vocabulary(log_p: Tensor, log_q: Tensor, token_ids: Tensor) -> tupl
 def _build(
     name: str, buckets: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None
 ) -> Divergence:
+    """Return the divergence ``name`` of clamped distributions, merged by ``buckets`` if given."""
     base = _BASE[name]
 
     def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
         log_p = log_p.float().clamp_min(LOG_FLOOR)
         log_q = log_q.float().clamp_min(LOG_FLOOR)
-        return base(*(buckets(log_p, log_q) if buckets else (log_p, log_q)))
+        if buckets is not None:
+            log_p, log_q = buckets(log_p, log_q)
+        return base(log_p, log_q)
 
     return divergence
 

@@ -97,7 +97,10 @@ def load_eagle3(
     """Load an EAGLE-3 head of either layout and attach it to its target.
 
     If ``config.json`` is ambiguous about the hidden states that the head reads, both readings are
-    measured if that takes seconds; else the likelier one is used, with a warning.
+    measured if that takes seconds, else the likelier one is used. A warning names the choice.
+
+    Raises CheckpointError if the files are missing, damaged or do not match, and ValueError if the
+    head belongs to another target.
     """
     values = read_config(path, token)
     weights = _canonical(path, read_weights(path, token))

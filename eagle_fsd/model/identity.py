@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from eagle_fsd.model.config import ModelIdentity, Settings
 from eagle_fsd.model.drafters.interface import Drafter
+from eagle_fsd.model.hub import find_file
 from eagle_fsd.model.weights import plain_tensors, read_json, read_tensors, tensor_files
 
 log = logging.getLogger(__name__)
@@ -34,7 +36,7 @@ def identify(name: str, model: nn.Module | Drafter, dtype: torch.dtype) -> Model
 def warn_of_other_models(
     settings: Settings, target: nn.Module, drafter: Drafter, dtype: torch.dtype
 ) -> bool:
-    """Warn of each model or data type that settings were not calibrated for; return if any is."""
+    """Warn of each model or data type that settings were not calibrated for; return if any."""
     own = str(dtype).removeprefix("torch.")
     problems = [
         f"for another {kind} ({recorded.name}): no bound on the loss holds for this one"
@@ -60,8 +62,8 @@ def warn_of_other_models(
 def fingerprint(model: nn.Module | Drafter) -> str:
     """Hash name, shape, type and some elements of every tensor to 16 hexadecimal digits.
 
-    Tensors that are offloaded to disk contribute no elements. If the model is split over
-    processes, all of them must call this. A drafter without a network is hashed by its ``repr``.
+    Offloaded tensors contribute no elements. If the model is split over processes, all of them must
+    call this. A drafter without a network is hashed by its ``repr``.
     """
     network = model.network if isinstance(model, Drafter) else model
     if network is None:
@@ -109,13 +111,12 @@ def fingerprint_of_files(folder: str | Path, dtype: torch.dtype) -> str | None:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (ValueError, ImportError):  # a model that this version of transformers lacks
         return None
-    files = tensor_files(lambda name: str(path) if (path := Path(folder, name)).exists() else None)
-    parameters = dict(model.named_parameters())
+    files = tensor_files(partial(find_file, folder))
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     tensors = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         # Tied weights are stored once, under the first of their names.
-        stored = next((key for key in (name, *parameters) if parameters.get(key) is tensor), name)
-        source = name if name in files else stored
+        source = name if name in files else first_names.get(id(tensor), name)
         if source not in files:
             return None
         # The file is mapped into memory: only what is hashed is read.

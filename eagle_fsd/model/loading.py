@@ -43,7 +43,7 @@ DTYPES: dict[str, str | torch.dtype] = {
 
 #: Device maps that spread a model over the devices of the machine.
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
-#: Error for GPUs of Apple.
+#: Error for Apple GPUs.
 NO_MPS = "mps lacks float64, in which tokens are sampled: use --device cpu"
 
 #: Options of a target with which only Hugging Face itself finds files.
@@ -56,7 +56,7 @@ DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDatac
 
 
 class LoadError(ValueError):
-    """The files of a target or a tokenizer are missing or damaged."""
+    """A target or a tokenizer cannot be loaded, for example because files are damaged."""
 
 
 def load_target(
@@ -146,8 +146,11 @@ def load_embeddings(
 ) -> PreTrainedModel:
     """Load only the embedding and the output projection of a causal language model.
 
-    The other weights stay on the meta device: they are not read and, from the Hub, not downloaded.
-    A device map that spreads a model stands for the default device.
+    The other weights stay on the meta device; files that hold only those are neither read nor
+    downloaded. A device map that spreads a model stands for the default device.
+
+    Raises :class:`LoadError` if the files are missing or damaged, the two are quantized or the
+    model has an adapter, and ``ValueError`` for invalid options.
     """
     dtype, device = _check_placement(name, dtype, None if device in SPREAD else device)
     try:
@@ -239,7 +242,7 @@ def load_tokenizer(name: str | Path, token: str | None = None, **options: Any) -
 def _check_placement(
     name: str | Path, dtype: str | torch.dtype | None, device_map: Any, role: str = "target"
 ) -> tuple[str | torch.dtype, Any]:
-    """Return dtype and device map, with their defaults, if both and an absolute path exist."""
+    """Validate dtype, device map and an absolute path; return the first two with defaults."""
     if isinstance(dtype, str):
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")

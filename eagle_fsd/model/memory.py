@@ -46,8 +46,9 @@ def row_bytes(
     draft_length: int,
     captured: bool = False,
 ) -> Bytes:
-    """Return the memory of a row with ``L`` and ``D`` slots; the target must have made a pass.
+    """Return the memory of a row with ``L`` and ``D`` slots.
 
+    The slots of a model that has not made a pass do not count, because their size is unknown.
     If steps are ``captured``, the last term counts twice: graphs hold that memory, and so do the
     eager steps before a capture.
     """
@@ -67,11 +68,11 @@ def fitting_rows(needed: Bytes) -> int:
 
 
 def shortage(needed: Bytes) -> str:
-    """Return what a row needs and what there is, for a message."""
+    """Return what a row needs and what rows may take, for a message."""
     free = {device: USABLE_SHARE * free_bytes(device) for device in needed}
     device = max(needed, key=lambda item: needed[item] / max(free[item], 1.0))
     wanted, there = needed[device] / 2**30, free[device] / 2**30
-    return f"{wanted:.2f} GiB on {device}, where {there:.2f} are free"
+    return f"{wanted:.2f} GiB on {device}, where rows may take {there:.2f}"
 
 
 def _slot_bytes(layout: Layout, slots: int) -> Bytes:

@@ -40,7 +40,7 @@ class _Packed:
     sample: Tensor
 
     def is_current(self, weight: Tensor) -> bool:
-        """Whether the weight was not replaced, or changed in place by an operation of torch."""
+        """Whether the weight was neither replaced nor changed in place by a torch operation."""
         return (self.address, self.version) == (weight.data_ptr(), weight._version)
 
 
@@ -66,12 +66,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def packed_bytes() -> int:
-    """Return the memory that packed weights take."""
+    """Return the memory that packed weights take, in bytes."""
     return sum(4 * weight.numel() for weight in _packed)
 
 
 def forget_changed() -> None:
-    """Drop packed weights whose values were changed behind torch's back, as through ``.data``."""
+    """Drop packed weights that have changed, also behind torch's back, as through ``.data``."""
     with _lock:
         for weight, packed in list(_packed.items()):
             if not (packed.is_current(weight) and torch.equal(_sample(weight), packed.sample)):
@@ -112,7 +112,7 @@ def _can_pack(weight: Tensor) -> bool:
 
 @cache
 def _total_memory() -> int:
-    """Return the total memory; cached, because passes ask for it once per weight."""
+    """Return the total memory in bytes; cached, because passes ask for it once per weight."""
     return host_memory().total
 
 

@@ -84,9 +84,8 @@ class EagleFSD:
         has_default_tree: Whether no argument, file or assignment has set a tree.
         batch_trees: Shapes of the draft trees of lossless calls, by the least number of prompts
             decoded at once; the tokens do not depend on them. Not used if :attr:`exact_tree` has
-            a single node. Assigning to :attr:`tree` clears them.
-        compile: Whether the passes of drafter and target are compiled by ``torch.compile``, see
-            :meth:`from_pretrained`.
+            a single node, or is a chain whose tokens are sampled. Assigning to :attr:`tree` clears
+            them.
         capture: Whether steps on a CUDA device are captured in graphs and replayed where possible;
             True by default. On other devices it has no effect.
     """
@@ -111,7 +110,7 @@ class EagleFSD:
         self._certified: tuple[AcceptanceConfig, TreeConfig, Certificate] | None = None
         self.compile = False
         self._background = BackgroundCompiler()
-        self._unseeded = iter(range(1, 2**62))  # Python 3.14 cannot copy itertools.count
+        self._seed_offsets = iter(range(1, 2**62))  # Python 3.14 cannot copy itertools.count
         self.capture = True
         self._pool = EnginePool()
         self._name: str | None = None
@@ -145,9 +144,9 @@ class EagleFSD:
             target: A folder, a Hub name, a GGUF file, or a loaded model, which may be a PEFT or
                 compiled model; :func:`~eagle_fsd.model.gguf.locate_model` says how to name a GGUF
                 file. Default: the bundled target.
-            drafter: A folder, a Hub name, a loaded drafter, a loaded draft model, or a key of
-                :data:`~eagle_fsd.bundled.BUNDLED_DRAFTERS`. Default with the bundled target: the
-                bundled head.
+            drafter: A folder, a Hub name, a loaded drafter, a loaded draft model, ``"ngram"``,
+                ``"adaptive-ngram"``, or a key of :data:`~eagle_fsd.bundled.BUNDLED_DRAFTERS`.
+                Default with the bundled target: the bundled head.
             dtype: Such as ``"bfloat16"``. Default: float32 on a CPU, else the checkpoint's own.
             device_map: As in Hugging Face. Default: the GPU if there is one, else the CPU.
             settings: An ``fsd.json`` file with tree and acceptance options. Default: ``fsd.json``
@@ -177,8 +176,9 @@ class EagleFSD:
             CheckpointError: The drafter's files are missing or damaged.
             ValueError: A target is given without a drafter, they do not match, the architecture is
                 not supported, or an option is invalid.
+            OSError: The file ``settings`` cannot be read.
             TypeError: An option does not apply to a target or drafter that is already loaded, or
-                ``target`` is neither a name nor a Hugging Face model.
+                ``target`` or ``drafter`` is of another type.
         """
         if target is None:
             target = BUNDLED_TARGET
@@ -266,13 +266,10 @@ class EagleFSD:
             self._certified = None if others else (own, self.tree, settings.certificate)
 
     def certificate_for(self, acceptance: AcceptanceConfig) -> Certificate | None:
-        """Return the bound on the loss of calls with given acceptance options.
+        """Return the bound on the loss of calls with the options ``acceptance``.
 
         None if there is none for this pair, these options, and the present draft tree. A bound
         holds at the certificate's temperature, with other sampling options at their defaults.
-
-        Args:
-            acceptance: The acceptance options.
         """
         if self._certified is None or self._reduced:
             return None
@@ -350,8 +347,8 @@ class EagleFSD:
                 - ``prefix_cache``: keeps the caches for the next turn of a chat; for a single
                   prompt only. The prefix shared with earlier turns is not processed again.
                 - ``details``: number of alternatives to report for every token, along with its
-                  log-probability and divergence, in the chunks of :meth:`stream`. Default: no
-                  details.
+                  log-probability and divergence, in the chunks of :meth:`stream` and the results of
+                  :meth:`generate_many`. Default: no details.
 
         Raises:
             ValueError: An argument is invalid, or a field is passed both by itself and in its
@@ -421,7 +418,8 @@ class EagleFSD:
             The result for each prompt, in the order in which they end.
 
         Raises:
-            ValueError: See :meth:`generate`; for an invalid prompt, when it is read.
+            ValueError: See :meth:`generate`; for an invalid prompt or option, when a prompt is
+                read.
             FloatingPointError: See :meth:`generate`; after the other answers.
             MemoryError: There will never be enough memory for a prompt; after the other answers.
         """
@@ -458,7 +456,7 @@ class EagleFSD:
         if options.get("pad_token_id") is not None:
             raise ValueError("a batch fills no rows; leave pad_token_id out")
         call, tensor = self._template(max_new_tokens, **options), prompt_tensor(ids)
-        (prompt,) = read_prompts(tensor[None], torch.ones_like(tensor)[None], self.target, None)
+        (prompt,) = read_prompts(tensor[None], None, self.target, pad=None)
         (limit,) = limit_new_tokens(self.target, [len(prompt)], call.max_new_tokens)
         return replace(call.of_prompt(tensor, prompt, limit, row=row), row=0)
 
@@ -576,7 +574,7 @@ class EagleFSD:
     def _template(self, max_new_tokens: int, **options: Unpack[DecodeOptions]) -> Request:
         """Validate the options of a call, and return what its requests have in common."""
         # Compiling in the background restores torch's generator when it ends.
-        offset = next(self._unseeded) if self.compile == "auto" else 0
+        offset = next(self._seed_offsets) if self.compile == "auto" else 0
         request = read_options(self.target, self.acceptance, max_new_tokens, offset, **options)
         self._check_method(options.get("method", "fsd"))
         decision = request.decision

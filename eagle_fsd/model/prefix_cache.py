@@ -115,9 +115,8 @@ class RowCaches:
     def shared(self, row: int, prompt: Sequence[int], drafter: Drafter | None) -> int:
         """Return how many leading tokens of a prompt, without its last, a row's caches can serve.
 
-        ``drafter`` is None if it has no cache. Its cache may hold fewer tokens than the target's,
-        as after plain decoding. If it reads hidden states, which are not stored, the last common
-        token does not count.
+        ``drafter`` is None if it has no cache. Its cache lacks the tokens of the last step. If it
+        reads hidden states, which are not stored, the last common token does not count.
         """
         cached = self.rows[row]
         if cached.epoch != self.epoch:

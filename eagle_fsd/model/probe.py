@@ -21,8 +21,8 @@ MIN_OPEN = 0.02
 class DivergenceProbe(AcceptanceRule):
     """An exact acceptance rule that records the nodes that verification reaches in every step.
 
-    The lists get a tensor ``[K]`` over the ``K`` expanded nodes with children of every step:
-    ``drafted`` says whether the target's sample is among a node's children.
+    Each list gets a tensor ``[K]`` per step, over the ``K`` expanded nodes with children that were
+    reached: ``drafted`` says whether the target's sample is among a node's children.
     """
 
     capturable = False  # the number of recorded nodes varies

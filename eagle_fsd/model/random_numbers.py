@@ -39,8 +39,8 @@ class Purpose(IntEnum):
 class RandomNumbers:
     """The random numbers of one step.
 
-    ``keys`` ``[B]`` are int64 hashes of the seed and of the answer's tokens before the root, which
-    is at ``positions`` ``[B]``.
+    ``keys`` ``[B]`` are int64 hashes of the seed and of the tokens before the root, from the
+    prompt's last one on. The root is at ``positions`` ``[B]``.
     """
 
     keys: Tensor

@@ -71,8 +71,9 @@ class Prompt:
 
     Args:
         ids: ``[S]`` token ids, or a sequence of them.
-        **options: Override those of the call with the same names. They cannot be combined with
-            options of the call that exclude them, such as ``sampling`` with ``temperature``.
+        **options: ``max_new_tokens`` and the options of :meth:`EagleFSD.generate_many`, which
+            override those of the call. They cannot be combined with options of the call that
+            exclude them, such as ``sampling`` with ``temperature``.
     """
 
     def __init__(self, ids: Tensor | Sequence[int], **options: Unpack[PromptDecodeOptions]) -> None:
@@ -203,7 +204,8 @@ def read_options(
 ) -> Request:
     """Validate the options of :meth:`EagleFSD.generate`, for a request that has no prompt yet.
 
-    Its key is the seed; by default, a number drawn from torch's generator plus ``offset``.
+    Its key is the seed; by default, 0 if decoding is greedy, else a number drawn from torch's
+    generator plus ``offset``.
     """
     given: dict[str, Any] = {**dict.fromkeys(DecodeOptions.__annotations__), **options}
     if unknown := given.keys() - DecodeOptions.__annotations__.keys():
@@ -319,7 +321,7 @@ class Answer:
 
     @property
     def key(self) -> int:
-        """Key of the random numbers of the next step, which are those before its root."""
+        """Key of the random numbers of the next step, see :class:`RandomNumbers`."""
         request, new = self.request, self.tokens
         if not new:
             return request.key

@@ -40,11 +40,11 @@ class SampledChain:
     """A chain whose tokens were sampled, and both models' distributions on it.
 
     Attributes:
-        target: The target's distributions at the nodes, after temperature, top-k and top-p.
+        target: The target's distributions at the nodes, after the warpers.
         draft: The draft's, likewise; entry ``i`` of their second dimension belongs to node ``i``.
         token_ids: ``[D]`` the target's tokens for the draft's; None if they are the same.
         drafted: ``[B, N - 1]`` the token drafted at each node, as a token of the target.
-        uniform: ``[2, B, N]`` float64 random numbers in ``[0, 1)``.
+        uniform: ``[2, B, N]`` float64 in ``[0, 1)``: to accept tokens, and to sample residuals.
     """
 
     target: Distributions
@@ -64,9 +64,9 @@ class SampledChain:
     def residuals(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Sample from ``max(w p - q, 0)`` at every node but the last; return its mass, too.
 
-        All are ``[B, N - 1]``. Where the distributions are equal up to rounding and the mass is 0,
-        the sample is one from ``p``; it is then needed with a probability of about the rounding
-        error.
+        All are ``[B, N - 1]``. Where the mass is 0 or NaN, the sample is one from ``p``. Where it
+        is 0, verification ends there only if ``w`` is 1 and the distributions are equal up to
+        rounding, with a probability of about the rounding error.
         """
         nodes = torch.arange(weight.shape[1], device=weight.device)
         row = torch.arange(len(weight), device=weight.device)[:, None]
@@ -90,7 +90,7 @@ class SampledChain:
 
 
 def draft_tokens(tokens: Tensor, token_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Return the draft's number of each of the target's tokens ``[B, N]``, which it drafted."""
+    """Return the draft's number of each of the target's tokens ``[B, N]``; 0 if it has none."""
     if token_ids is None:
         return tokens
     numbers = torch.arange(len(token_ids), device=token_ids.device)

@@ -1,4 +1,8 @@
-"""Turn the target's logits on a tree into the distributions that verification needs."""
+"""Turn the target's logits on a tree into the distributions that verification needs.
+
+Shape letters: ``B`` rows, ``N`` tree nodes, ``M`` nodes that the drafter expanded, ``R`` some of
+the flattened nodes, ``V`` vocabulary, ``D`` tokens of the draft's vocabulary, ``S`` prompt tokens.
+"""
 
 from __future__ import annotations
 
@@ -232,11 +236,11 @@ class Sampler:
                     for row, prefix in enumerate(prefixes)
                 ]
             )
-        flat = logits.flatten(0, 1)
+        scores = logits.flatten(0, 1).clone()  # a processor may change it in place
         for number, item in enumerate(self.processors, 1):
-            flat = item(None, flat)
-            _mark_faults(faults.view(-1), flat, number)
-        return flat.view_as(logits)
+            scores = item(None, scores)
+            _mark_faults(faults.view(-1), scores, number)
+        return scores.view_as(logits)
 
     def _process_row(
         self, tree: DraftTree, logits: Tensor, row: int, prefix: Prefix, faults: Tensor
@@ -308,7 +312,7 @@ def check_warpers(
 
 
 def _as_warp(warpers: Sequence[LogitsProcessor]) -> Warp | None:
-    """Return what equals warpers of Hugging Face; None if there is another one among them."""
+    """Return the ``Warp`` that equals warpers of Hugging Face, None if there is none."""
     found: dict[str, Any] = {}
     for item in warpers:
         if type(item) is hf.LogitNormalization:
@@ -343,6 +347,6 @@ def _for_row(processor: LogitsProcessor, row: int, rows: int) -> LogitsProcessor
 def _paths(tree: DraftTree, row: int) -> Tensor:
     """Return ``[N, max_depth]``: the tokens on the path to each node, root excluded, then zeros."""
     level = torch.arange(1, tree.max_depth + 1, device=tree.tokens.device)
-    at_level = tree.depths[row] == level[:, None]  # [D, N]
-    tokens = at_level * tree.tokens[row]  # [D, N]
+    at_level = tree.depths[row] == level[:, None]  # [max_depth, N]
+    tokens = at_level * tree.tokens[row]  # [max_depth, N]
     return (tree.ancestors[row][:, None, :] * tokens).sum(-1)

@@ -57,6 +57,7 @@ def check_target(target: Target, projected: bool = True) -> None:
 
 
 def _run_check(target: Target, name: str) -> None:
+    """Check a target, without folded queries if it fails with them."""
     if any(parameter.is_meta for parameter in target.model.parameters()):
         raise ValueError(
             "parts of this target are offloaded to CPU memory or disk, but a tree pass needs"
@@ -65,7 +66,8 @@ def _run_check(target: Target, name: str) -> None:
     target.renew(())
     if query_groups(target.model):
         try:
-            return _compare(target, name)
+            _compare(target, name)
+            return
         except ValueError:  # it may handle attention or masks itself
             not_foldable.add(target.model)
     _compare(target, name)
@@ -193,6 +195,6 @@ def _projection_problem(
 
 
 def _relative_error(found: Tensor, expected: Tensor) -> Tensor:
-    """Compare logits ``[S, V]`` relative to their spread: a constant added to all is no error."""
+    """Return the errors ``[S]`` of logits ``[S, V]``, relative to the spread of the expected."""
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
     return (found - expected).norm(dim=-1) / spread

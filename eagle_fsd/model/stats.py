@@ -27,7 +27,7 @@ class PhaseClock:
         self._marks: list[tuple[str | None, Any]] = []
 
     def enter(self, phase: str | None) -> None:
-        """Begin one of :data:`PHASES`; None stops counting."""
+        """Begin one of :data:`PHASES` or ``"graph"``; None stops counting."""
         mark: Any
         if self._cuda:
             mark = torch.cuda.Event(enable_timing=True)
@@ -50,7 +50,7 @@ class PhaseClock:
 
 @dataclass
 class DecodeStats:
-    """Statistics of one ``generate`` call.
+    """Statistics of a call, or of one answer of :meth:`EagleFSD.generate_many`.
 
     Attributes:
         accepted: For each row, the number of tokens that each target pass emitted, bonus token
@@ -58,7 +58,7 @@ class DecodeStats:
         origins: For each row, the number of tokens by lowercase :class:`Origin` name.
         seconds: Seconds by phase, see :data:`PHASES`.
         passes: Target passes over the batch, without prefill.
-        prefilled: Prompt tokens processed, without those found in a prefix cache.
+        prefilled: Prompt tokens processed, without those found in a cache.
     """
 
     accepted: list[list[int]]

@@ -1,6 +1,6 @@
 """One decoding step: draft a tree for every row, score it, verify it, commit the kept path.
 
-A step changes a :class:`StepState` in place; the host reads only the packed result.
+A step changes a :class:`StepState` in place; the host reads only its :class:`StepOutput`.
 
 Shape letters: ``B`` rows, ``N`` tree nodes, ``F`` values of the features, ``V`` vocabulary, ``A``
 the largest number of tokens that one step can emit.
@@ -187,7 +187,10 @@ def _advance(
 
 
 def commit(state: StepState, tree: DraftTree, features: Tensor, kept: Verification) -> None:
-    """Compact the target's cache to the kept path; features ``[B, N, F]`` are the drafter's."""
+    """Compact the target's cache to the kept path, and set the rows' state for the next step.
+
+    ``features`` ``[B, N, F]`` are the hidden states that the drafter reads.
+    """
     if tree.size > 1:
         source = state.lengths[:, None] + kept.path
         slots = torch.arange(kept.path.shape[1], device=source.device)

@@ -38,8 +38,6 @@ WINDOW_FIELDS = {
 }
 #: RoPE types whose frequencies change with the sequence length, which invalidates cached keys.
 LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
-
-
 #: Index of the last hidden state after the final norm, as in Hugging Face's ``hidden_states``.
 LAST = -1
 
@@ -122,7 +120,7 @@ class Target:
 
     @cached_property
     def one_device(self) -> bool:
-        """Whether all weights are on one device, whose process needs no other one."""
+        """Whether all weights are on one device, and no layer is split over processes."""
         devices = {parameter.device for parameter in self.model.parameters()}
         return len(devices) == 1 and self.group is None
 
@@ -135,7 +133,7 @@ class Target:
         return None
 
     def agree(self, number: int) -> int:
-        """Return the 64-bit integer that the first process of :attr:`group` passed."""
+        """Return the 64-bit integer of the first process of :attr:`group`, if there is one."""
         if self.group is None:
             return number
         shared = torch.tensor(number, device=self.device)
@@ -143,14 +141,15 @@ class Target:
         return int(shared)
 
     def project(self, features: Tensor, rows: tuple[Tensor, Tensor | None] | None = None) -> Tensor:
-        """Return the float32 logits of features ``[..., H]``, scaled as the model scales them.
+        """Return float32 logits ``[..., V]`` of features ``[..., H]``, scaled as the model's own.
 
-        ``rows`` are weight and bias of a part of the projection, ``[D, H]`` and ``[D]``.
+        ``rows`` are weight and bias of a part of the projection, ``[D, H]`` and ``[D]``, which give
+        logits ``[..., D]``.
         """
-        weight = self.lm_head.weight if rows is None else rows[0]
-        features = features.to(weight.dtype)
         if rows is None and self._plain_projection:
             rows = self.lm_head.weight, self.lm_head.bias
+        weight = self.lm_head.weight if rows is None else rows[0]
+        features = features.to(weight.dtype)
         logits: Tensor = self.lm_head(features) if rows is None else linear(features, *rows)
         logits = logits.float()
         if self._logit_scale is not None:
@@ -214,8 +213,8 @@ class Target:
         """Run the layers on tokens ``[B, S]`` at any positions ``[B, S]``: ``[B, S, F]`` states.
 
         ``mask`` is additive, ``[B, 1, S, L]``, of full attention; ``keys``, ``[B, S, L]``, is the
-        position of each slot. They may have one row for all. :meth:`TreeCache.place` has been
-        called.
+        position of each slot. All three may have one row for all, and ``keys`` one entry for all
+        tokens. :meth:`TreeCache.place` has been called.
         """
         masks = self._masks(mask, positions, keys, len(ids))
         with self.recording(states) as recorded:
@@ -242,7 +241,7 @@ class Target:
 
         Node ``i`` is written to slot ``lengths[b] + i``, and ``keys`` are :meth:`TreeCache.keys`
         for ``N`` slots beyond any of ``lengths`` ``[B]``. ``groups`` query heads are folded per key
-        head, inside :func:`~eagle_fsd.model.attention.folded_queries`.
+        head (0: none), inside :func:`~eagle_fsd.model.attention.folded_queries`.
         """
         slots = lengths[:, None] + torch.arange(tree.size, device=lengths.device)  # [B, N]
         positions = lengths[:, None] + tree.depths
@@ -281,7 +280,7 @@ class Target:
         return TargetPass(logits, self._features(recorded, states))
 
     def renew(self, states: Sequence[int]) -> None:
-        """Register the hooks, and find out which layers are plain; the model may have changed."""
+        """Register hooks, determine plain layers, and forget packed weights that have changed."""
         # An embedding and a linear layer in most architectures; other modules have a weight, too.
         self.embed: Any = self.model.get_input_embeddings()
         self.lm_head: Any = self.model.get_output_embeddings()
@@ -300,7 +299,10 @@ class Target:
 
     @contextmanager
     def recording(self, states: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-        """Record hidden states by index during a pass of this thread, except :data:`LAST`."""
+        """Record hidden states by index during a pass of this thread.
+
+        :data:`LAST` is recorded only if the pass includes the output projection.
+        """
         self.register(states)
         outer = getattr(_recorded, "states", None)  # set if passes are nested
         recorded = _recorded.states = {}
@@ -322,22 +324,20 @@ class Target:
     ) -> Tensor | dict[str, Tensor]:
         """Return the additive mask of every type of layer, or the one that all layers share.
 
-        ``mask`` is that of full attention ``[B, 1, S, L]`` between positions ``[B, S]`` and ``[B,
-        S, L]``.
+        ``mask`` is that of full attention, between tokens at positions ``queries`` and slots at
+        positions ``keys``; for the shapes, see :meth:`encode`. The results have ``rows`` rows.
         """
         queries = queries[:, :, None]
         lowest = torch.finfo(mask.dtype).min
         masks = {}
         for kind in self.attention_types:
-            window, own = None, mask
-            if kind in WINDOW_FIELDS:
-                window = getattr(self.config, WINDOW_FIELDS[kind])
-            if window is None or window >= mask.shape[-1]:
-                pass  # no layer of this type sees less than the whole sequence
-            elif kind == "sliding_attention":
-                own = mask.masked_fill((keys <= queries - window)[:, None], lowest)
-            else:
-                outside = keys // window != queries // window
+            own = mask
+            window = getattr(self.config, WINDOW_FIELDS[kind]) if kind in WINDOW_FIELDS else None
+            if window is not None and window < mask.shape[-1]:
+                if kind == "sliding_attention":
+                    outside = keys <= queries - window
+                else:
+                    outside = keys // window != queries // window
                 own = mask.masked_fill(outside[:, None], lowest)
             masks[kind] = own.expand(rows, -1, -1, -1)
         return masks if len(masks) > 1 else masks.popitem()[1]

@@ -41,7 +41,7 @@ class DraftTree:
         token_ids: ``[D]`` the token of each entry of the draft's distributions; None if the draft's
             vocabulary is the target's. The draft gives all other tokens probability 0.
         sampled: Whether the tree is a chain whose tokens were sampled from the draft's
-            distributions, after the same temperature, top-k and top-p as the target's.
+            distributions, after the same warpers as the target's.
     """
 
     tokens: Tensor
@@ -60,7 +60,7 @@ class DraftTree:
         return self.tokens.shape[1]
 
     def of_rows(self, rows: Tensor) -> DraftTree:
-        """Select rows by their indices ``[R]``."""
+        """Select rows by their indices."""
         return replace(
             self,
             tokens=self.tokens[rows],
@@ -141,7 +141,7 @@ class TreeBuilder:
     def choose(self) -> tuple[Tensor, Tensor]:
         """Select the newest level's ``K`` best candidates for expansion: their tokens ``[B, K]``.
 
-        Also return ``[B, K]`` the position of each one's parent among the nodes expanded before.
+        Also return ``[B, K]`` the position of each one's parent in the previous selection.
         """
         scores, tokens = self.scores[-1], self.tokens[-1]
         if len(self.chosen) == 1:
@@ -184,7 +184,7 @@ class TreeBuilder:
         chosen = torch.cat(self.chosen, 1) + self._firsts  # [B, M] pool indices
         parents = torch.searchsorted(kept, chosen.gather(1, self._parents[kept]))
         rows = torch.full_like(order, -1).scatter_(1, chosen, self._draft_rows.expand_as(chosen))
-        levels, self.log_probs = self.log_probs, []
+        levels, self.log_probs = self.log_probs, []  # freed before the target's pass
         return DraftTree(
             tokens=torch.cat([root[:, None], *self.tokens], 1).gather(1, kept),
             parents=parents,

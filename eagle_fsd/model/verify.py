@@ -49,7 +49,7 @@ class Origin(IntEnum):
 
     PADDING = 0  #: no token: the row had ended
     EXACT = 1  #: drafted, and equal to the target's own sample
-    FUZZY = 2  #: drafted or drawn from the draft, different from the target's sample, and admitted
+    FUZZY = 2  #: another token than the target's sample: drafted, or chosen in the sample's place
     TARGET = 3  #: the target's sample after the kept path (the bonus token)
 
 
@@ -60,18 +60,18 @@ class VerificationInputs:
     Attributes:
         tree: The draft tree.
         raw: The softmax of the target's logits at each node.
-        processed: After logits processors, before temperature, top-k and top-p. Without processors
-            this is the object ``raw``.
-        warped: After temperature, top-k and top-p: the distributions that are sampled from. At
-            temperature 0 this is the object ``processed``.
-        warped_draft: The draft's distributions at its ``M`` expanded nodes after the same warping.
-            None if neither the options nor the rule need it. At temperature 0 it is not warped, and
-            its ``max_log_prob`` is not computed.
+        processed: After logits processors, before the warpers (temperature, top-k, top-p, min-p).
+            Without processors this is the object ``raw``.
+        warped: After the warpers: the distributions that are sampled from. At temperature 0 this is
+            the object ``processed``.
+        warped_draft: The draft's distributions at its ``M`` expanded nodes after the same warpers.
+            At temperature 0 they are not warped, and ``max_log_prob`` is not computed; above, None
+            if no node was expanded or nothing needs them.
         sampled: ``[B, N]`` the target's own sample ``s`` at each node; where the tree's tokens were
             sampled, see :mod:`~eagle_fsd.model.residual`.
         drawn: ``[B, N]`` one token sampled from the draft's distribution at each expanded node
-            (undefined elsewhere); the drafted token if the tree's tokens were sampled. None unless
-            ``selection="sample"`` or the rule needs it.
+            (undefined elsewhere); at temperature 0 its most likely one, and the drafted token if
+            the tree's tokens were sampled. None unless ``selection="sample"`` or the rule needs it.
         uniform: ``[B, N]`` uniform random numbers, independent of ``sampled``. None at temperature
             0, and if the rule does not need them.
         state: ``[B, W]`` float32, the rule's state of every row, see :meth:`AcceptanceRule.start`.
@@ -138,7 +138,7 @@ class VerificationInputs:
         return (self.log_prob(nodes, tokens) - self.peak.gather(1, nodes)).exp() >= ratio
 
     def supported(self, nodes: Tensor, tokens: Tensor) -> Tensor:
-        """Whether tokens ``[B, Q]`` are in the support that processors, top-k and top-p left."""
+        """Whether tokens ``[B, Q]`` are in the support that processors and warpers left."""
         return self.warped.log_prob(nodes, tokens) > -torch.inf
 
     def pairs(self, nodes: Tensor, warped: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
@@ -146,12 +146,14 @@ class VerificationInputs:
 
         Yields ``[R, V]`` and ``[R, D]`` log-probabilities of the target and of the draft at the
         next of the flattened nodes. Where a node was not expanded, the draft's are another node's.
-        ``warped`` takes the distributions after temperature, top-k and top-p, and raises
-        ``ValueError`` if there are none of the draft.
+        ``warped`` takes the distributions after the warpers, and raises ``ValueError`` if there are
+        none of the draft.
         """
         tree, draft = self.tree, self.warped_draft
         if warped and draft is None:
-            raise ValueError('divergence_on="warped" needs the warped draft distributions')
+            raise ValueError(
+                "warped_draft is None: a rule that reads it must set needs_warped_draft"
+            )
         target = self.warped if warped else self.raw
         row = torch.arange(len(nodes), device=nodes.device)[:, None]
         expanded = tree.draft_rows.gather(1, nodes).clamp_min(0)
@@ -303,7 +305,7 @@ class Verification:
     @classmethod
     def joined(cls, parts: Sequence[Verification], order: Tensor) -> Verification:
         """Join the results for groups of rows; ``order`` ``[B]`` indexes the rows of all parts."""
-        names = [field.name for field in fields(cls)]
+        names = [item.name for item in fields(cls)]
         return cls(
             **{name: torch.cat([getattr(part, name) for part in parts])[order] for name in names}
         )
@@ -316,8 +318,8 @@ def verify(
 
     Args:
         inputs: The tree and both models' distributions on it.
-        rule: Selects the tokens that are relaxed. A token that the processors, top-k or top-p mask
-            is never accepted, whatever the rule.
+        rule: Selects the tokens that are relaxed. A token that a processor or a warper masks is
+            never accepted, whatever the rule.
         options: Their ``fallback``, ``selection`` and ``price`` apply; the others belong to the
             rule. Where the gate is closed, ``fallback="stop"`` emits the target's sample and ends
             the path, as in the paper's chain algorithm. A rule that judges whole paths needs a
@@ -365,8 +367,8 @@ def accepted_edges(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Decide about every edge of the tree; see :func:`verify` for the arguments.
 
-    Returns ``[B, N]`` each: the token to emit if the path ends at a node, and whether the edge into
-    a node is exact and accepted, which at the root has no meaning.
+    Returns ``[B, N]`` each: the token to emit if the path ends at a node, whether the edge into a
+    node is exact, and whether it is accepted. At the root, the last two have no meaning.
     """
     parents, tokens = inputs.tree.parents, inputs.tree.tokens
     gate = rule.gate(inputs)
@@ -406,7 +408,10 @@ def verify_root(inputs: VerificationInputs) -> Verification:
 def _preferred_child(
     inputs: VerificationInputs, exact: Tensor, relaxed: Tensor, sampled: Tensor
 ) -> Tensor:
-    """Return ``[B, N]``: a child's sample, else the likeliest relaxed child's token."""
+    """Return ``[B, N]``: the likeliest relaxed child's token, if no child is exact.
+
+    Elsewhere it is the target's sample.
+    """
     tree = inputs.tree
     score = torch.where(relaxed, inputs.edge_log_prob, -torch.inf)
     score = torch.where(exact, torch.inf, score)

@@ -58,7 +58,7 @@ class Distributions:
         """Return the softmax distributions of float32 logits or log-probabilities ``[B, N, V]``."""
         flat, parts = logits.flatten(0, 1), []
         for rows in chunks(len(flat), flat):
-            # One fused operation, in half the time of the sum's own ones.
+            # One fused operation, which takes half the time of computing the sum.
             largest = nn.functional.log_softmax(flat[rows], -1).amax(-1)
             parts.append((flat[rows].amax(-1), -largest))
         joined = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
@@ -111,7 +111,7 @@ class Distributions:
 
 
 def chunks(rows: int, logits: Tensor) -> Iterator[slice]:
-    """Split rows ``[..., V]`` into slices of about :data:`CHUNK` values; one if compiled."""
+    """Split ``rows`` rows as long as those of ``logits`` into slices, see the module."""
     values = CHUNK if logits.device.type == "cpu" else DEVICE_CHUNK
     step = rows if torch.compiler.is_compiling() else values // max(logits.shape[-1], 1)
     for start in range(0, max(rows, 1), max(step, 1)):
@@ -193,7 +193,7 @@ def top_p_radius(below: Tensor, weights: Tensor, top_p: float) -> Tensor:
     # All tokens further below together have at most the mass 1 - top_p.
     width = math.log(size / (1.0 - top_p))
     # Bin 0 holds likelier tokens than the interval. Less likely ones, which are most, are spread
-    # over the bins from the last on: additions to a single one would wait for each other.
+    # over `spare` bins behind it: additions to a single one would wait for each other.
     spare = _block_size(size)
     last = torch.arange(bins + 1, bins + 1 + spare, dtype=torch.float32, device=below.device)
     for _ in range(RESOLUTION_BITS // bits):

@@ -57,7 +57,11 @@ def read_tensors(path: str, names: Collection[str] | None = None) -> dict[str, T
         isinstance(key, str) and isinstance(value, Tensor) for key, value in tensors.items()
     ):
         raise CheckpointError(f"{path} is not a state dict of tensors by name")
-    return tensors if names is None else {name: tensors[name] for name in names}
+    if names is None:
+        return tensors
+    if missing := set(names) - tensors.keys():
+        raise CheckpointError(f"{path} has no {min(missing)}")
+    return {name: tensors[name] for name in names}
 
 
 def read_json(path: str) -> dict[str, object]:

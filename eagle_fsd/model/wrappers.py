@@ -26,7 +26,7 @@ def unwrap_model(model: nn.Module) -> PreTrainedModel:
             inner = inner.base_model.model
         else:
             raise TypeError(
-                f"the target must be a Hugging Face model; got {type(model).__name__}"
+                f"a target or draft model must be a Hugging Face model; got {type(model).__name__}"
                 + (f" around {type(inner).__name__}" if inner is not model else "")
             )
     return inner
@@ -41,5 +41,5 @@ def _check_adapters(model: Any) -> None:
             continue
         raise ValueError(
             f"the {method} adapter {name!r} is not supported, because it computes outside the"
-            " target's own modules, where draft trees are decoded"
+            " model's own modules, which process draft trees"
         )

@@ -40,8 +40,9 @@ class Endpoint:
     @property
     def redacted_url(self) -> str:
         """The URL without user name and password."""
-        credentials, at, location = self.base_url.rpartition("@")
-        return f"{credentials.partition('//')[0]}//{location}" if at else self.base_url
+        credentials, _, location = self.base_url.rpartition("@")
+        scheme, slashes, _ = credentials.partition("//")
+        return f"{scheme}//{location}" if slashes else location
 
 
 class EndpointError(ValueError):
@@ -79,9 +80,9 @@ class ChatClient:
     ) -> tuple[str, bool, int]:
         """Request the assistant's next message in a chat, or the continuation of a text.
 
-        Returns the text ("" without content), whether it is complete, and its number of tokens.
-        Options are further parameters of the request, such as ``temperature``. Raises EndpointError
-        if the endpoint cannot be reached or rejects the request.
+        Returns the text ("" without content), whether it is complete, and its number of tokens (0
+        if not reported). Options are further parameters of the request, such as ``temperature``.
+        Raises EndpointError if the endpoint cannot be reached or rejects the request.
         """
         model = self.endpoint.model
         with self._failures():
@@ -148,7 +149,7 @@ class ChatClient:
             raise self._failure(str(error)) from error
         except (AttributeError, TypeError, IndexError) as error:
             # Usually the reply is a web page, because "/v1" is missing from the URL.
-            raise self._failure("the reply is not a chat completion; check the URL") from error
+            raise self._failure("the reply is not in OpenAI's format; check the URL") from error
 
     def _failure(self, message: str, status: int | None = None) -> EndpointError:
         if self._key != NO_KEY:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-#: Messages with a "role" (system, user or assistant) and a "content". In training data, a role may
-#: also be tool, and an assistant's message may have "tool_calls" and "reasoning_content".
+#: Messages with a "role" (system, user, assistant or tool) and a "content". An assistant's message
+#: may have "tool_calls" and "reasoning_content".
 Chat = Sequence[Mapping[str, Any]]
 
 

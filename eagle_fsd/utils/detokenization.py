@@ -28,7 +28,7 @@ def fast_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase, texts: Collection[str]) -> dict[str, int]:
-    """Return those of the texts that are special tokens, which do not occur in decoded text."""
+    """Return the ids of those texts that are special tokens, which decoded text does not hold."""
     added = tokenizer.added_tokens_decoder.items()
     return {item.content: token for token, item in added if item.special and item.content in texts}
 

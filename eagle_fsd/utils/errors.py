@@ -4,8 +4,10 @@ from __future__ import annotations
 
 #: Parts of the messages of such errors where memory was exhausted.
 OUT_OF_MEMORY = (
-    *("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory"),
-    *("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"),
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
 )
 
 

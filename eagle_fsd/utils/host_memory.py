@@ -15,7 +15,10 @@ CONTROL_GROUP, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 FILES = (
     ("", "memory.max", "memory.current", "memory.stat", "inactive_file"),
     (
-        *("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "memory.stat",
         "total_inactive_file",
     ),
 )

@@ -33,7 +33,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def _version(name: str) -> str | None:
-    """Return the version of an installed package; None if it is run from a checkout instead."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

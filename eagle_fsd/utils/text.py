@@ -15,7 +15,7 @@ _CONTROL_PICTURES: dict[int, int | None] = {
 
 
 def one_line(message: str | BaseException) -> str:
-    """Return the message of a string or an exception, with runs of whitespace collapsed.
+    """Return a string, or the message of an exception, with runs of whitespace collapsed.
 
     An exception without a message gives its class name.
     """

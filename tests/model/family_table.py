@@ -50,8 +50,8 @@ class Row(NamedTuple):
 def check(model_type: str) -> Row:
     """Decode with a tiny model of a type, with plain passes, trees, chains and an untrained head.
 
-    The type is ``identical``, ``refused`` (a ``ValueError``), or ``not built`` if transformers
-    cannot create a model of it. ``AssertionError`` is raised where a token differs from the output
+    Decoding is ``identical``, ``refused`` (a ``ValueError``), or ``not built`` if transformers
+    cannot create a model. ``AssertionError`` is raised where a token differs from the output
     of Hugging Face's ``generate``.
     """
     try:

@@ -141,6 +141,8 @@ def test_invalid_arguments_raise_one_line() -> None:
         EagleFSD(random_pair().model, None).generate(prompt(5))
     with pytest.raises(TypeError, match="must be a Hugging Face model; got Linear"):
         EagleFSD(torch.nn.Linear(2, 2), None)
+    with pytest.raises(TypeError, match="draft model must be a Hugging Face model; got Linear"):
+        EagleFSD.from_pretrained(random_pair().model, torch.nn.Linear(2, 2))
     wide = EagleFSD(random_pair().model, random_pair().drafter, small_tree(top_k=97))
     with pytest.raises(ValueError, match="tree's top_k must be at most the vocabulary of 96"):
         wide.generate(prompt(5))

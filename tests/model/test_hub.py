@@ -23,7 +23,7 @@ from eagle_fsd.model.target import Target
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 #: Files on the server, by repository.
-FILES = {"some/head": {"config.json": b"{}"}}
+FILES = {"some/head": {"config.json": b"{}"}, "some/gguf": {"model.gguf": b""}}
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +119,7 @@ def test_files_are_cached(hub: None, request: pytest.FixtureRequest) -> None:
     found = find_file("some/head", "config.json")
     assert Path(found).read_bytes() == FILES["some/head"]["config.json"]
     assert find_file("some/head", "fsd.json") is None
+    assert find_file("some/gguf", "config.json") is None
     huggingface_hub.close_session()
     request.getfixturevalue("no_network")
     assert find_file("some/head", "config.json") == found
@@ -126,3 +127,5 @@ def test_files_are_cached(hub: None, request: pytest.FixtureRequest) -> None:
     assert find_file("some/head", "other.json") is None
     with pytest.raises(ConnectionError, match="does not have other/head"):
         find_file("other/head", "config.json")
+    with raises_one_line(r"cannot be reached .* to list files of some/gguf", LoadError):
+        load_target("some/gguf", device_map="cpu")

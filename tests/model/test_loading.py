@@ -223,6 +223,8 @@ def test_embeddings_are_read_from_pickles(tmp_path: Path) -> None:
         index = folder / "pytorch_model.bin.index.json"
         index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
         assert_same_embeddings(load_embeddings(folder), whole)
+        torch.save({}, folder / "pytorch_model-1.bin")
+        assert_raises(partial(load_embeddings, folder), r"pytorch_model-1\.bin has no model\.embed")
         index.unlink()
 
 

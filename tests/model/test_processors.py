@@ -203,14 +203,16 @@ def test_warpers_see_the_target_s_vocabulary(model: EagleFSD) -> None:
             masked[emitted.unique()[::2]] = True
 
 
-def test_a_warper_may_change_its_scores() -> None:
+@pytest.mark.parametrize("option", ["logits_warper", "logits_processor"])
+def test_processors_may_change_their_scores(option: str) -> None:
     """Details and divergences are those of the models' own distributions."""
     pair, masked = aligned_pair(), torch.arange(VOCAB_SIZE) % 3 > 0
     options = {"max_new_tokens": 20, "temperature": 1.0, "seed": 5, "threshold": 0.2, "details": 3}
-    found = [
-        list(pair.stream(prompt(6), logits_warper=partial(warper, masked), **options))
-        for warper in (mask_tokens, mask_in_place)
-    ]
+    found = []
+    for change in (mask_tokens, mask_in_place):
+        item: Any = partial(change, masked)
+        item.reads_prefix = False
+        found.append(list(pair.stream(prompt(6), **{option: item}, **options)))
     assert found[0] == found[1]
 
 

@@ -18,7 +18,8 @@ if ``x = s`` or if
 :class:`TargetRule`          ``p(x) >= single``, or ``x`` is sampled from ``p`` raised by
                              ``1 / acc`` (SGLang)
 :class:`BudgetRule`          ``x`` is sampled from ``p`` raised by a KL budget (Cactus)
-:class:`MixtureRule`         ``x`` is sampled from ``w p + (1 - w) q`` (static ensemble)
+:class:`MixtureRule`         ``x`` is sampled from ``w p + (1 - w) q``, which replaces ``s``
+                             (static ensemble)
 :class:`DeferredRule`        ``H(p) >= entropy log V`` and the next tokens agree for a window
                              (FLy)
 :class:`RegretRule`          ``max log p - log p(x)`` is below a bound per position that ``x`` can
@@ -85,7 +86,7 @@ RULES: dict[str, AcceptanceRule] = {
 
 
 def rule_for(acceptance: AcceptanceConfig, rule: AcceptanceRule | None = None) -> AcceptanceRule:
-    """Return ``rule``, else the one of the options, with their limits; exact without any."""
+    """Return ``rule``, by default that of the options, restricted by their limits unless exact."""
     if rule is None and acceptance.lossless:
         rule = ExactRule()
     if isinstance(rule, ExactRule):

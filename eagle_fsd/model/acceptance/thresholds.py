@@ -27,8 +27,8 @@ def divergences(inputs: VerificationInputs, name: str, warped: bool = False) -> 
     """Compute the divergence at every node: ``[B, N]``, ``inf`` at leaves and nodes not expanded.
 
     ``name`` is a key of :data:`~eagle_fsd.model.divergence.DIVERGENCES` or of
-    :data:`~eagle_fsd.model.config.DIVERGENCE_ALIASES`. With ``warped``, the distributions after
-    temperature, top-k and top-p are compared; raises ``ValueError`` if there are none of the draft.
+    :data:`~eagle_fsd.model.config.DIVERGENCE_ALIASES`. With ``warped``, the distributions after the
+    warpers are compared; raises ``ValueError`` if there are none of the draft.
     """
     tree = inputs.tree
     expanded = tree.draft_log_probs.shape[1]
@@ -69,7 +69,7 @@ class FuzzyRule(AcceptanceRule):
 
     Attributes:
         threshold: ``T``; the gate is open where the divergence is below it.
-        divergence: A key of :data:`~eagle_fsd.model.divergence.DIVERGENCES`, or ``reverse_kl``.
+        divergence: A name as in :func:`divergences`.
         min_ratio: The floor ``r``: a token also needs ``p(x) >= r * max p``. 0 is the paper's rule.
         divergence_on: Distributions to compare, ``"raw"`` or ``"warped"``.
     """

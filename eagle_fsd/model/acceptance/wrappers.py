@@ -160,7 +160,7 @@ class PhaseRule(PartialRule):
     a node.
 
     Attributes:
-        begin: Token that begins the phase; None if every answer begins in it.
+        begin: Token that begins the phase; None if every answer begins in it, whatever its prompt.
         end: Token that ends the phase.
     """
 
@@ -194,7 +194,6 @@ class PhaseRule(PartialRule):
 
     def _last(self, tokens: Tensor, places: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
         """Return the place of the last begin and end marker along the last dimension, or 0."""
-        begin = tokens == (-1 if self.begin is None else self.begin)
-        found = [among & mark for mark in (begin, tokens == self.end)]
-        first, second = (torch.where(mark, places, 0).amax(-1) for mark in found)
-        return first, second
+        marks = tokens == (-1 if self.begin is None else self.begin), tokens == self.end
+        begin, end = (torch.where(among & mark, places, 0).amax(-1) for mark in marks)
+        return begin, end

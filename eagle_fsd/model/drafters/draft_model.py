@@ -5,9 +5,6 @@ At temperatures above 0 a chain is sampled from its distributions, as in Leviath
 (arXiv 2211.17192) and in the FSD paper (arXiv 2502.20704).
 
 The depth is that of :class:`TreeConfig`, or adapts below it; see :class:`AdaptiveState`.
-
-Shape letters: ``B`` rows, ``S`` tokens, ``K`` nodes per level, ``L`` visible slots of the cache,
-``H`` hidden size of the draft model, ``V`` vocabulary of the target.
 """
 
 from __future__ import annotations
@@ -113,12 +110,12 @@ class DraftModel(LevelDrafter):
         return (AdaptiveState if self.adapts else LevelState)(self, tree, draw)
 
     def check_length(self, max_length: int) -> None:
-        """Warn about sequences that exceed the context; see :meth:`LevelDrafter.check_length`."""
+        """Warn about sequences beyond the stable length; see :meth:`LevelDrafter.check_length`."""
         limit = self._inner.stable_length
         if max_length > limit:
             log.warning(
-                "the draft model's context has %d tokens, and this call may reach %d: beyond it,"
-                " fewer tokens are accepted",
+                "the draft model drafts well up to %d tokens, and this call may reach %d: beyond"
+                " that, fewer tokens are accepted",
                 limit,
                 max_length,
             )

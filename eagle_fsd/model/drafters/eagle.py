@@ -7,7 +7,7 @@ token at ``t + 1`` the head predicts the feature at ``t + 1``::
     feature_{t+1} = decoder_layer(x)          # of the target's family, without its input norm
     logits_{t+2} = lm_head(feature_{t+1})     # the target's own projection
 
-Shape letters: ``B`` rows, ``S`` new pairs, ``H`` hidden size, ``V`` vocabulary.
+Shape letter: ``D`` tokens of the draft vocabulary.
 """
 
 from __future__ import annotations

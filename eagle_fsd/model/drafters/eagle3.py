@@ -15,8 +15,8 @@ Further layers, if any, are ordinary decoder layers. :class:`Eagle3Flags` lists 
 Sources: ``eagle/model/cnets.py`` in the code of EAGLE's authors; ``llama_eagle3.py`` in SGLang and
 vLLM; ``models/eagle3`` in speculators.
 
-Shape letters: ``B`` rows, ``S`` new pairs, ``Ht`` hidden size of the target, ``H`` of the head,
-``V`` vocabulary of the target, ``D`` of the head.
+Shape letters: ``Ht`` hidden size of the target, ``H`` of the head, ``V`` vocabulary of the target,
+``D`` of the head.
 """
 
 from __future__ import annotations
@@ -126,15 +126,15 @@ class Eagle3Head(DraftHead):
         self.layers[0] = first
         norm_type: Any = type(first.hidden_norm)
 
-        def norm(width: int) -> nn.Module:
+        def new_norm(width: int) -> nn.Module:
             return norm_type(width, eps=config.rms_norm_eps).to(dtype)
 
         if flags.norm_before_fc:
-            self.input_norm = norm(fused)
+            self.input_norm = new_norm(fused)
         if flags.fc_norm:
-            self.fc_norm = nn.ModuleList(norm(target_hidden_size) for _ in reads)
+            self.fc_norm = nn.ModuleList(new_norm(target_hidden_size) for _ in reads)
         self.fc = nn.Linear(fused, size, bias=flags.bias, dtype=dtype)
-        self.norm = norm(size)
+        self.norm = new_norm(size)
         d2t = None
         if draft_vocab_size is not None:
             self.lm_head = nn.Linear(size, draft_vocab_size, bias=False, dtype=dtype)
@@ -206,9 +206,8 @@ class Eagle3Head(DraftHead):
             features = self.input_norm(features)
         if self.flags.fc_norm:
             parts = features.chunk(len(self.reads), -1)
-            features = torch.cat(
-                [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1
-            )
+            normed = [module(part) for module, part in zip(self.fc_norm, parts, strict=True)]
+            features = torch.cat(normed, -1)
         return self.fc(features)
 
     def carry(self, hidden: Tensor) -> Tensor:
@@ -230,11 +229,12 @@ class Eagle3Head(DraftHead):
     def _run_plain(self, x: Tensor, embedded: Tensor, inputs: AttentionInputs) -> Tensor:
         layers: Any = self.layers
         for index, layer in enumerate(layers):
-            normed = norm(layer.input_layernorm if index else layer.hidden_norm, x)
-            read = normed
             if index == 0:
+                normed = norm(layer.hidden_norm, x)
                 read = torch.cat([norm(layer.input_layernorm, embedded), normed], -1)
                 x = normed if self.flags.norm_before_residual else x
+            else:
+                read = norm(layer.input_layernorm, x)
             x = x + attend(layer.self_attn, read, inputs)
             x = x + feed_forward(layer.mlp, norm(layer.post_attention_layernorm, x))
         return x

@@ -4,8 +4,8 @@ A draft head processes pairs of a hidden state and the token after it. Before an
 hidden states are the target's, which :meth:`DraftHead.fuse` converts to the head's input; before a
 drafted token it is the head's own output, which :meth:`DraftHead.carry` converts.
 
-Shape letters: ``B`` rows, ``S`` new pairs, ``L`` visible slots of the cache, ``F`` values of the
-target's features, ``H`` hidden size of the head.
+Shape letters: ``B`` rows, ``S`` new pairs, ``L`` visible slots of the cache, ``H`` hidden size of
+the head.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DraftHead(nn.Module, LevelDrafter):
     layers: nn.ModuleList
     rotary: nn.Module
     plain: bool = False  # whether passes with a cache call the parts of the layers by themselves
-    groups: int  # of query heads that masks are folded for, see tree_attention
+    groups: int  # query heads per key head that masks are folded for, see `attention`
 
     def __init__(self, config: PreTrainedConfig, target_hidden_size: int) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """What the engine expects of a drafter: :class:`Drafter`, and its :class:`DraftState` in a call.
 
-Shape letters: ``B`` rows, ``S`` tokens, ``F`` number of values of the features, ``N`` tree nodes.
+Shape letters: ``B`` rows, ``F`` number of values of the features, ``N`` tree nodes.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Drafter(ABC):
         """Return the largest number of nodes of a ``tree``, its root included."""
 
     def max_expanded(self, tree: TreeConfig) -> int:
-        """Return the largest number of distributions of a ``tree``; by default one less."""
+        """Return the largest number of distributions of a ``tree``; by default, nodes minus one."""
         return self.max_nodes(tree) - 1
 
     def cache_length(self, max_length: int, tree: TreeConfig) -> int:

@@ -128,13 +128,13 @@ class LevelState(DraftState):
 
     def __init__(self, drafter: LevelDrafter, tree: TreeConfig, draw: Draw | None) -> None:
         self.drafter = drafter
-        self.draw = draw if drafter.draws_chains and tree.top_k == 1 else None
+        self.draw = draw
         self._builders: dict[TreeConfig, TreeBuilder] = {}
         self.use(tree)
-        # A feature is paired with the token after it. A prompt of one token has none; zeros take
-        # its place.
-        self.shift = bool(drafter.reads)
-        # Any step can emit a token per level, the root's children and a bonus token.
+        # A feature is paired with the next token. There is none before the only token of a prompt;
+        # zeros take its place.
+        self.shift = 1 if drafter.reads else 0
+        # A step can emit a token of each of the `depth + 1` levels, and a bonus token.
         self._width = tree.depth + 2  # A
         device, dtype = drafter.device, drafter.dtype
         # The position of the last feature, and what `show` names; a row for each of the engine's.
@@ -190,21 +190,22 @@ class LevelState(DraftState):
         features.zero_()  # clear NaNs of an earlier row: an additive mask would let them through
 
     def prefill(self, first: int, ids: Tensor, start: int, stop: int, features: Tensor) -> None:
-        last, lengths, _, _, pending = (item[first : first + len(ids)] for item in self._rows)
+        last, *_, pending_features = (item[first : first + len(ids)] for item in self._rows)
         tokens = ids[:, start + self.shift : stop + self.shift]
         keys = self.cache.keys(stop, ids.device)
         with self.cache.from_row(first):
-            done = torch.full_like(lengths, start)
+            done = torch.full_like(last, start)
             self.drafter.append(features, tokens, lengths=done, keys=keys, cache=self.cache)
         # The last pair stays pending, because the next draft needs its output.
         index = (last - start).clamp(0, stop - start - 1)[:, None, None]
         here = features.gather(1, index.expand(-1, 1, features.shape[-1]))[:, 0]  # [B, F]
         inside = ((last >= start) & (last < stop))[:, None]
-        pending[:, 0] = torch.where(inside, here.to(pending.dtype), pending[:, 0])
+        before = pending_features[:, 0]
+        pending_features[:, 0] = torch.where(inside, here.to(before.dtype), before)
 
     def keys(self, max_length: int) -> Tensor:
-        # The cache holds as many entries as the target's, plus one after a prompt of one token. The
-        # pending entries and the levels of the tree follow them.
+        # With the pending entries, the cache holds as many as the target's, and one more in a draft
+        # model or after a prompt of one token. The levels of the tree follow them.
         entries, builder = max_length + 1, self.builder
         needed = entries + max(self.pending_tokens.shape[1], builder.depth * builder.width)
         return self.cache.keys(needed, self.drafter.device)
@@ -238,7 +239,7 @@ class LevelState(DraftState):
                 index = parents[:, :, None]
                 hidden = hidden.gather(1, index.expand_as(hidden))
                 mask = mask.gather(2, index[:, None].expand_as(mask))
-            mask = mask.scatter(3, own[level], 0.0)  # and itself; [B, 1, K, view]
+            mask = mask.scatter(3, own[level], 0.0)  # and itself; [B, 1, K, L]
             cache.place(slots[:, level], keys)
             inputs = AttentionInputs(tuple(part[level] for part in rotary), mask, cache)
             here = positions[:, level * width : (level + 1) * width]

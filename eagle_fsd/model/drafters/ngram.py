@@ -49,10 +49,7 @@ class _CountingDrafter(Drafter):
 
     @abstractmethod
     def new_row(self) -> _Occurrences | _TableRow:
-        """Return the tokens of a row, as far as the drafter keeps them; none yet.
-
-        What ``look_up`` returns is valid until the next ``append``.
-        """
+        """Return a row without tokens. What its ``look_up`` returns is valid until ``append``."""
 
     def attach(self, target: Target) -> Self:
         self.vocab_size = target.vocab_size
@@ -212,10 +209,7 @@ class AdaptiveNGramDrafter(_CountingDrafter):
         return _TableRow(self, [])
 
     def learn(self, context: list[int], token: int) -> None:
-        """Count ``token`` after the last tokens of ``context``, of each length.
-
-        There are at least ``order - 1`` of them unless it is near the beginning.
-        """
+        """Count ``token`` after the last tokens of ``context``, once for each length of n-gram."""
         for length in range(self.min_order - 1, min(self.order - 1, len(context)) + 1):
             key = tuple(context[len(context) - length :])
             counts = self.table.get(key)
@@ -265,7 +259,7 @@ class _Node:
 
 
 def grow(followers: Followers, size: int, depth: int, width: int) -> list[_Node]:
-    """Find at most ``size`` most probable nodes, in level order, the root first.
+    """Find the ``size`` most probable nodes, or all, in level order, the root first.
 
     A child's probability is at most its parent's, so taking the best candidate repeatedly finds
     all.
