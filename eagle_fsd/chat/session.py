@@ -51,24 +51,25 @@ def fit_chat(
 ) -> tuple[Tensor, int]:
     """Tokenize a chat, dropping its oldest turns until there is room for an answer.
 
-    A question is dropped together with its answer. System messages and the last question stay,
-    and all messages unless ``drop``. Returns ``[1, S]`` token ids and the number of dropped
-    messages. Raises ContextLengthError if what stays does not fit, and ValueError if the template
-    rejects the chat.
+    A question is dropped together with its answer. System messages move to the front; they and the
+    last question stay, and all messages unless ``drop``. Returns ``[1, S]`` token ids and the
+    number of dropped messages. Raises ContextLengthError if what stays does not fit, and ValueError
+    if the template rejects the chat.
     """
     system = [message for message in chat if message["role"] == "system"]
     turns = [message for message in chat if message["role"] != "system"]
     context = model.target.stable_length
-    room = context - (min(MIN_ANSWER_TOKENS, context // 4) if drop else 1)
+    room = context - min(MIN_ANSWER_TOKENS, context // 4)
     cuts = [0, *(at for at in range(1, len(turns)) if drop and turns[at]["role"] == "user")]
     encoded: dict[int, Tensor] = {}
 
     def fits(cut: int) -> bool:
         kept = [*system, *turns[cut:]]
-        if len(chat_template.render(kept)) > max_chars(room):
+        limit = room if cut < cuts[-1] else context - 1  # the shortest prompt may leave one token
+        if len(chat_template.render(kept)) > max_chars(limit):
             return False
         encoded[cut] = encode_prompt(kept, model.tokenizer, chat_template)
-        return encoded[cut].shape[1] <= room
+        return encoded[cut].shape[1] <= limit
 
     # Binary search: a client may send thousands of turns.
     index = 0 if fits(0) else bisect_left(cuts, True, lo=1, key=fits)

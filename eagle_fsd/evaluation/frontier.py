@@ -93,7 +93,7 @@ def _quality(row: Row, exact: Row) -> tuple[float, Interval]:
     against, scale = row.get("against_exact", {}), 100 if exact["accuracy"] is not None else 1
     level = scale * quality(exact)
     samples = row.get("samples", {})
-    if "accuracy_change" in samples:  # over several samples of each answer
+    if "accuracy_change" in samples:  # over several samples of each question
         change = samples["accuracy_change"]
         low, high = samples["accuracy_change_interval"] or (change, change)
         low, high = (min(max(quality(exact) + limit, 0.0), 1.0) for limit in (low, high))

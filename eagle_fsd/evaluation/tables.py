@@ -422,10 +422,13 @@ def _describe_sampling(about: dict[str, Any]) -> str:
         parts.append(f"top-k {about['top_k']}")
     if about["min_p"]:
         parts.append(f"min-p {about['min_p']:g}")
-    seeds, samples = about["seeds"], about["samples"]
-    several = f"seeds {about['seed']} to {about['seed'] + seeds - 1}"
-    parts.append(several if seeds > 1 else f"seed {about['seed']}")
-    return ", ".join([*parts, *([f"{samples} samples of each answer"] if samples > 1 else [])])
+    if about["seeds"] > 1:
+        parts.append(f"seeds {about['seed']} to {about['seed'] + about['seeds'] - 1}")
+    else:
+        parts.append(f"seed {about['seed']}")
+    if about["samples"] > 1:
+        parts.append(f"{about['samples']} samples of each question")
+    return ", ".join(parts)
 
 
 def _machine(report: dict[str, Any]) -> str:

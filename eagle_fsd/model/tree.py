@@ -219,7 +219,7 @@ def single_node(root: Tensor) -> DraftTree:
     return DraftTree(
         tokens=root[:, None],
         parents=zero,
-        depths=zero,
+        depths=torch.zeros_like(zero),  # compiled code must not see one tensor twice
         ancestors=torch.ones_like(zero, dtype=torch.bool)[:, :, None],
         draft_rows=zero - 1,
         draft_log_probs=torch.empty(root.shape[0], 0, 0, device=root.device),

@@ -179,10 +179,11 @@ def top_p_radius(below: Tensor, weights: Tensor, top_p: float) -> Tensor:
     """Find how many nats below the most likely token the nucleus reaches ``[R]``, without sorting.
 
     The nucleus is the smallest set of the most likely tokens whose mass is at least ``top_p``,
-    below 1. A histogram of the mass, ``weights`` ``[R, V]``, over log-probabilities relative to the
-    largest, ``below``, shows in which bin ``top_p`` is reached, and another one of that bin in
-    which part of it. Tokens as close as the last part, about 1e-6 nats, are all kept. Masses are
-    integers where additions have no fixed order.
+    which is below 1. ``below`` ``[R, V]`` are log-probabilities relative to the largest, and
+    ``weights`` ``[R, V]`` their masses. A histogram of the masses over ``below`` shows in which bin
+    ``top_p`` is reached, and further ones, each of the bin found last, in which part of it. Tokens
+    as close as the last part, about 1e-6 nats, are all kept. Masses are integers where additions
+    have no fixed order.
     """
     size = weights.shape[-1]
     bits = next((bits for bits in HISTOGRAM_BITS if 2**bits <= size), HISTOGRAM_BITS[-1])
@@ -190,8 +191,8 @@ def top_p_radius(below: Tensor, weights: Tensor, top_p: float) -> Tensor:
     ordered = weights.device.type == "cpu"  # the additions to a row's bins
     mass = weights.double() if ordered else (weights * MASS_UNITS).long()
     start, goal = torch.zeros_like(below[:, :1]), None
-    # All tokens further below together have at most the mass 1 - top_p.
-    width = math.log(size / (1.0 - top_p))
+    # All tokens further below together have at most the mass 1 - top_p. A single token needs none.
+    width = math.log(max(size, 2) / (1.0 - top_p))
     # Bin 0 holds likelier tokens than the interval. Less likely ones, which are most, are spread
     # over `spare` bins behind it: additions to a single one would wait for each other.
     spare = _block_size(size)

@@ -23,7 +23,7 @@ INDEX = ".index.json"
 
 
 class CheckpointError(ValueError):
-    """The files of a drafter are missing or damaged, or do not match its configuration."""
+    """The files of a model are missing or damaged, or do not match its configuration."""
 
 
 def tensor_files(find: Callable[[str], str | None]) -> dict[str, str]:

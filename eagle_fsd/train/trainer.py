@@ -351,8 +351,9 @@ class Trainer:
                 report(len(own), len(chats))
         lengths = torch.zeros(len(self.chats), dtype=torch.long)
         lengths[part] = torch.tensor(own, dtype=torch.long)
-        total: list[int] = accelerator.reduce(lengths.to(accelerator.device), "sum").tolist()
-        return total
+        lengths = accelerator.reduce(lengths.to(accelerator.device), "sum")
+        measured: list[int] = lengths.tolist()
+        return measured
 
     def _select_draft_vocabulary(self, progress: ProgressFactory) -> Tensor | None:
         """Return the tokens ``[D]`` that a new head drafts, most frequent first; None for all."""

@@ -215,9 +215,11 @@ def test_chats_that_are_too_long_are_rejected_unless_messages_may_be_dropped(
         request(model, messages=HELLO, **long)
     room = model.target.context_length - tokenize(model, [{"role": "user", "content": ""}]).shape[1]
     chats = [[{"role": "user", "content": "7" * count}] for count in (room - 1, room)]
-    assert request(model, messages=chats[0]).ids.shape[1] == model.target.context_length - 1
-    with pytest.raises(RequestError, match="no room"):
-        request(model, messages=chats[1])
+    for truncation in ("disabled", "auto"):  # there is nothing to drop
+        read = request(model, messages=chats[0], truncation=truncation)
+        assert read.ids.shape[1] == model.target.context_length - 1
+        with pytest.raises(RequestError, match="no room"):
+            request(model, messages=chats[1], truncation=truncation)
 
 
 def test_chats_survive_the_transport() -> None:

@@ -1,4 +1,4 @@
-"""Several samples of each answer: seeds, pass@k, and means over samples and seeds."""
+"""Several samples of each question: seeds, pass@k, and means over samples and seeds."""
 
 from __future__ import annotations
 
@@ -133,4 +133,4 @@ def test_samples_are_reported(tmp_path: Path) -> None:
     change = fuzzy["accuracy"] - exact["accuracy"]
     assert fuzzy["samples"]["accuracy_change"] == pytest.approx(change)
     text = (tmp_path / "report.md").read_text()
-    assert "seeds 0 to 1, 2 samples of each answer" in text
+    assert "seeds 0 to 1, 2 samples of each question" in text

@@ -142,8 +142,12 @@ def test_a_prompt_of_one_token_is_decoded_eagerly(graphs: list[torch.fx.GraphMod
 def test_all_parts_of_a_step_are_compiled(
     name: str, options: dict[str, Any], graphs: list[torch.fx.GraphModule]
 ) -> None:
-    both(PAIRS[name](), prompt(12), max_new_tokens=6, **options)
-    assert len(graphs) >= 3  # drafting, target and verification
+    pair = PAIRS[name]()
+    both(pair, prompt(12), max_new_tokens=6, **options)
+    drafted = len(graphs)
+    assert drafted >= 3  # drafting, target and verification
+    both(pair, prompt(12), max_new_tokens=6, method="ar")
+    assert len(graphs) >= drafted + 2
 
 
 @pytest.mark.usefixtures("graphs")

@@ -61,8 +61,9 @@ def test_distributions_are_those_of_log_softmax() -> None:
 def test_top_p_zero_keeps_the_most_likely_token() -> None:
     """As transformers' warper does, which accepts ``top_p=0``."""
     logits = _random(2, 3, 500)
-    drawn = Warp(top_p=0.0)(logits, torch.rand(2, 3, dtype=torch.float64))[1]
-    assert torch.equal(drawn, logits.argmax(-1))
+    for warp in (Warp(top_p=0.0), Warp(top_k=1, top_p=0.0)):
+        drawn = warp(logits, torch.rand(2, 3, dtype=torch.float64))[1]
+        assert torch.equal(drawn, logits.argmax(-1))
 
 
 @pytest.mark.parametrize("size", SIZES)
