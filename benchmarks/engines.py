@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
         plain: dict[int, tuple[list[list[int]], float]] = {}  # answers and speed
         for name, values in progress(methods.items(), "methods"):
-            printed = run_worker(options.vllm_python, shared | values, options.threads)
+            printed = run_worker(name, options.vllm_python, shared | values, options.threads)
             versions = ", ".join(map(" ".join, printed["versions"].items()))
             for row in printed["rows"]:
                 found, speed = row.pop("answers"), row["tokens_per_second"]
@@ -118,8 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     save_report(options, report, [table])
 
 
-def run_worker(python: str, request: dict[str, Any], threads: int) -> dict[str, Any]:
-    """Run ``engines_worker.py`` in a process, and return what it prints."""
+def run_worker(name: str, python: str, request: dict[str, Any], threads: int) -> dict[str, Any]:
+    """Run ``engines_worker.py`` for a method in a process, and return what it prints."""
     environment = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "request.json")
@@ -132,7 +132,7 @@ def run_worker(python: str, request: dict[str, Any], threads: int) -> dict[str, 
             check=False,
         )
     if done.returncode:
-        raise RuntimeError(f"{WORKER.name} failed:\n{done.stderr[-2000:]}")
+        raise RuntimeError(f"{name} failed in vLLM:\n{done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

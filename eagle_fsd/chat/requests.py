@@ -153,6 +153,8 @@ class RequestParams(RequestOptions):
             raise ValueError("messages, prompt and prompt_token_ids exclude each other")
         if self.lossless and self.fsd:
             raise ValueError("lossless and fsd exclude each other")
+        if not {tool["function"]["name"] for tool in self.tools}.issuperset(self.required_tools):
+            raise ValueError("required_tools must be names of tools")
         if self.constrained and (self.ignore_eos or self.min_tokens):
             name = "required_tools" if self.json_schema is None else "json_schema"
             raise ValueError(f"{name} excludes ignore_eos and min_tokens")

@@ -28,7 +28,7 @@ from eagle_fsd.model.step import TokenDetail
 from eagle_fsd.utils.chat_templates import Chat, ChatTemplate, encode_prompt
 from eagle_fsd.utils.detokenization import special_tokens
 
-#: Minimum number of tokens to leave for an answer; older messages are dropped to make room.
+#: Number of tokens to leave for an answer, as long as there are older messages to drop.
 MIN_ANSWER_TOKENS = 64
 #: Average number of characters per token beyond which text is taken to exceed the context, and is
 #: not tokenized, which would take seconds for megabytes.

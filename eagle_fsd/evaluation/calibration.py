@@ -2,8 +2,8 @@
 
 Every setting is compared with exact decoding, at its fastest tree, on the same questions. A setting
 combines an acceptance setting (of FSD's grid, priced paths or rules from the literature) with a
-tree: its fastest chain or its fastest bushy tree by prediction (see
-:mod:`eagle_fsd.evaluation.search`), because a bushy tree loses less accuracy at the same threshold.
+tree, by prediction (see :mod:`eagle_fsd.evaluation.search`) its fastest chain or its fastest bushy
+tree. Both are tried, because a bushy tree loses less accuracy at the same threshold.
 
 A fifth of the questions of every category, or those of another set, :func:`select` the settings to
 test (``selection.py``). They are answered in :data:`ROUNDS`. After each round, the settings with

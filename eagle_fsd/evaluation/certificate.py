@@ -25,8 +25,8 @@ MAX_TESTS = 3
 #: Error for questions without reference answers.
 NO_SCORE = (
     "these questions have no score, so a loss cannot be bounded: add reference answers, pass"
-    " --grader, or calibrate with --measure agreement; eagle-fsd evaluate compares answers without"
-    " references, too, with --judge-mode pair by a judge"
+    " --grader, or calibrate with --measure agreement; without references, eagle-fsd evaluate"
+    " compares answers token by token and, with --judge-mode pair, by a judge"
 )
 
 

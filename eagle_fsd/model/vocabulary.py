@@ -191,7 +191,8 @@ def top_p_radius(below: Tensor, weights: Tensor, top_p: float) -> Tensor:
     ordered = weights.device.type == "cpu"  # the additions to a row's bins
     mass = weights.double() if ordered else (weights * MASS_UNITS).long()
     start, goal = torch.zeros_like(below[:, :1]), None
-    # All tokens further below together have at most the mass 1 - top_p. A single token needs none.
+    # All tokens further below together have at most the mass 1 - top_p. The width must not
+    # be 0, as it would be for a single token and a tiny top_p.
     width = math.log(max(size, 2) / (1.0 - top_p))
     # Bin 0 holds likelier tokens than the interval. Less likely ones, which are most, are spread
     # over `spare` bins behind it: additions to a single one would wait for each other.

@@ -178,6 +178,8 @@ def rewrite_chats(
     own = map(rewriting.write, missing[process::processes])
     held: list[str] = []  # lines, until one has an answer
     accepted = bool(done)
+    if progress is not None:
+        progress(count, len(chats))
     with closing(writer.write(own, config.batch_size)) as written:
         for line in written:
             count += processes

@@ -95,7 +95,7 @@ def resume(chat: Writing, reply: TurnReply | None = None) -> NextTurn | Line:
 
 
 def turn_seed(seed: int, index: int, messages: Chat) -> int:
-    """Return the seed of a chat's next turn, which no other turn of the file shares."""
+    """Return the seed of a chat's next turn, see :data:`SEEDS_PER_CHAT`."""
     return seed + index * SEEDS_PER_CHAT + len(messages)
 
 

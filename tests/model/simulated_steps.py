@@ -106,7 +106,8 @@ def run_steps(
     """
     options = AcceptanceConfig(**acceptance)
     decision = Decision.of(sampling, options, rule, details=2)
-    draw = None if decision.sampler.greedy else decision.sampler.draw_draft
+    chains = pair.drafter.draws_chains and pair.tree.top_k == 1  # as the pipeline requires
+    draw = decision.sampler.draw_draft if chains and not decision.sampler.greedy else None
     drafter = pair.drafter if drafted else NoDrafter()
     with simulated_accelerator():
         engine = Engine(pair.target, drafter, pair.tree, draw)

@@ -115,7 +115,7 @@ def test_interrupted_run_resumes_to_the_same_result(
         reported: list[tuple[int, int]] = []
         rewrite(out, progress=lambda *now, to=reported: to.append(now), batch_size=2)
         assert out.read_bytes() == uninterrupted.read_bytes()
-        assert reported == [(done, COUNT) for done in range(len(kept) + 1, COUNT + 1)]
+        assert reported == [(done, COUNT) for done in range(len(kept), COUNT + 1)]
 
 
 def test_output_of_other_options_is_rejected(

@@ -117,7 +117,7 @@ def test_turns_follow_the_rewritten_ones_before_them(rewrite: ServerRewriting) -
     assert rewrite.stub.peak == 1
     assert rewrite.lines() == rewrite.expected
     assert len(rewritten) == COUNT
-    assert reported == [(done, COUNT) for done in range(1, COUNT + 1)]
+    assert reported == [(done, COUNT) for done in range(COUNT + 1)]
     first = rewrite.stub.requests[0]
     assert first["model"] == MODEL
     assert (first["temperature"], first["top_p"], first["top_k"]) == (0.7, 1.0, 5)
