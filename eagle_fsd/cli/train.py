@@ -157,7 +157,8 @@ class WritingProgress:
     def report(self, done: int, total: int) -> None:
         """Show the number of complete chats."""
         self._done, self._total = done, total
-        self._resumed = done if self._resumed is None else self._resumed
+        if self._resumed is None:
+            self._resumed = done
         self._show()
 
     def add_tokens(self, count: int) -> None:
