@@ -52,17 +52,32 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``F.linear(x, weight, bias)``, up to rounding, for ``x`` ``[..., n]``."""
     if (
         SUPPORTED
-        and not torch.compiler.is_compiling()
         and weight.device.type == "cpu"
         and weight.numel() >= MIN_VALUES
         and 1 < x.numel() // x.shape[-1] <= MAX_TOKENS
         and x.dtype is weight.dtype is torch.float32
         and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
     ):
-        packed = _find(weight)
-        if packed is not None:
-            return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+        product: Tensor = torch.ops.eagle_fsd.packed_linear.default(x, weight, bias)
+        return product
     return F.linear(x, weight, bias)
+
+
+def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``F.linear(x, weight, bias)`` by the packed weight, if it can be packed."""
+    packed = _find(weight)
+    if packed is None:
+        return F.linear(x, weight, bias)
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+    return product
+
+
+# An operator of torch, because the compiler cannot trace how packed weights are found. Registered
+# without `torch.library.custom_op`, whose wrapper takes longer than some of the products.
+_library = torch.library.Library("eagle_fsd", "DEF")
+_library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.impl("packed_linear", _packed_linear, "CPU")
+torch.library.register_fake("eagle_fsd::packed_linear", F.linear, lib=_library)
 
 
 def packed_bytes() -> int:

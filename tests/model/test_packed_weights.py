@@ -38,6 +38,31 @@ def test_products_are_those_of_torch() -> None:
     torch.testing.assert_close(gradient, weight.sum(0).expand(3, -1), atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.skipif(not SUPPORTED, reason="weights are packed on x86 CPUs only")
+@torch.no_grad()
+def test_compiled_passes_share_the_packed_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph serves all numbers of tokens that packing pays for, and sees changed weights."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    weight = torch.nn.Parameter(torch.randn(OUTPUTS, WIDTH))
+    compiled = torch.compile(linear, fullgraph=True, backend=backend)
+    linear(torch.randn(4, WIDTH), weight)
+    before = packed_bytes()
+    for tokens in (2, 9, MAX_TOKENS):
+        x = torch.randn(1, tokens, WIDTH)
+        torch._dynamo.mark_dynamic(x, 1)
+        assert torch.equal(compiled(x, weight), linear(x, weight))
+        weight.mul_(2.0)
+    assert packed_bytes() == before
+    (graph,) = graphs
+    assert torch.ops.eagle_fsd.packed_linear.default in {node.target for node in graph.graph.nodes}
+
+
 @pytest.mark.parametrize("through_data", [False, True], ids=["in place", "through data"])
 @torch.no_grad()
 def test_changed_weights_are_packed_again(through_data: bool) -> None:
