@@ -14,8 +14,8 @@ log-probabilities; the other possibility is to keep the logits and one normalize
 For attention, one layer of 32 query heads and 8 key heads of size 64 attends from the nodes to a
 context of 1,024 to 8,192 tokens, with the query groups folded and as transformers does it.
 
-On an x86 CPU in float32, a few tokens are multiplied by weights of SmolLM2-135M and of Llama with 1
-billion parameters, as torch does it and by packed copies.
+On an x86 CPU in float32 or bfloat16, a few tokens are multiplied by weights of SmolLM2-135M and of
+Llama with 1 billion parameters, as torch does it and by packed copies.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from eagle_fsd import SamplingConfig, TreeConfig
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.attention import fold_mask, tree_attention
 from eagle_fsd.model.cache import additive_mask
-from eagle_fsd.model.packed_weights import SUPPORTED, linear
+from eagle_fsd.model.packed_weights import MINIMA, SUPPORTED, linear
 from eagle_fsd.model.random_numbers import RandomNumbers, seed_keys
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.tree import DraftTree, TreeBuilder
@@ -59,7 +59,7 @@ ATTENTION_COLUMNS = {
 }
 #: Outputs and inputs of the weights, and numbers of tokens.
 WEIGHTS = ((49_152, 576), (1536, 576), (576, 1536), (8192, 2048), (2048, 8192), (2048, 2048))
-TOKENS = (2, 4, 8, 16, 64)
+TOKENS = (1, 4, 16, 64)
 #: Values of all copies of a weight, which do not fit the processor's cache.
 COPIED_VALUES = 2**26
 PACKED_COLUMNS = {
@@ -86,12 +86,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for context in progress(contexts, "contexts"):
             tables[-1].rows.append(time_attention(options, context, 3 * repeats))
             save_report(options, name, tables, finished=False)
-    if SUPPORTED and options.device == "cpu" and options.dtype == torch.float32:
+    if SUPPORTED and options.device == "cpu" and options.dtype in MINIMA:
         # Weights that are made in inference mode have no version, and are not packed.
         note = "One weight after the other, of copies that fit no cache."
         tables.append(Table("Packed weights", PACKED_COLUMNS, [], note))
         for shape in progress(WEIGHTS[1:2] if options.quick else WEIGHTS, "weights"):
-            tables[-1].rows += time_weights(shape, repeats)
+            tables[-1].rows += time_weights(shape, options.dtype, repeats)
             save_report(options, name, tables, finished=False)
     save_report(options, name, tables)
 
@@ -177,13 +177,13 @@ def time_attention(options: argparse.Namespace, context: int, repeats: int) -> d
 
 
 @torch.no_grad()
-def time_weights(shape: tuple[int, int], repeats: int) -> list[dict[str, Any]]:
+def time_weights(shape: tuple[int, int], dtype: torch.dtype, repeats: int) -> list[dict[str, Any]]:
     """Time the multiplication of a few tokens by a weight; return a row for each number."""
     count = max(1, COPIED_VALUES // (shape[0] * shape[1]))
-    weights = [torch.randn(shape) for _ in range(count)]
+    weights = [torch.randn(shape, dtype=dtype) for _ in range(count)]
     rows = []
     for tokens in TOKENS:
-        x = torch.randn(1, tokens, shape[1])
+        x = torch.randn(1, tokens, shape[1], dtype=dtype)
         ways: dict[str, Callable[[], object]] = {
             "torch": lambda x=x: [F.linear(x, weight) for weight in weights],
             "packed": lambda x=x: [linear(x, weight) for weight in weights],

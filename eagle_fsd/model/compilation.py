@@ -24,6 +24,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.utils._triton import has_triton, has_triton_package
 
 from eagle_fsd.model.description import Description
+from eagle_fsd.model.packed_weights import is_packed
 from eagle_fsd.utils.errors import is_out_of_memory
 from eagle_fsd.utils.text import one_line
 
@@ -228,9 +229,12 @@ class BackgroundCompiler:
 
 def _module_options(module: nn.Module) -> dict[str, Any]:
     """Return the options for functions that run a module."""
-    # On a CPU, small kernels take less time than Python code that calls them.
+    # On a CPU, small kernels take less time than Python code that calls them. But C++ code replaces
+    # exceptions of the operator for packed weights, such as KeyboardInterrupt, by an error.
     options: dict[str, Any] = {
-        "cpp_wrapper": all(weight.device.type == "cpu" for weight in module.parameters())
+        "cpp_wrapper": all(
+            weight.device.type == "cpu" and not is_packed(weight) for weight in module.parameters()
+        )
     }
     if hasattr(torch.compiler, "keep_tensor_guards_unsafe"):  # older versions have no filters
         options["guard_filter_fn"] = lambda guards: list(map(_is_about_calls, guards))

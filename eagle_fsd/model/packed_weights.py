@@ -1,9 +1,8 @@
-"""Large float32 weights in the layout that oneDNN prefers, for a handful of tokens on an x86 CPU.
+"""Large weights in the layout that oneDNN prefers, for a handful of tokens on an x86 CPU.
 
-There, torch multiplies one token by a weight as fast as it reads the weight. For a few tokens, BLAS
-rearranges the weight in every call, which can take longer than the multiplication. Here it is
-rearranged once and kept. Small weights are not, because a call of oneDNN costs more
-(``benchmarks/operations.py``).
+There, torch rearranges a weight in every call, which can take longer than the multiplication: in
+bfloat16 always, in float32 except for a single token. Here it is rearranged once and kept. Small
+weights are not, because a call of oneDNN costs more (``benchmarks/operations.py``).
 """
 
 from __future__ import annotations
@@ -20,10 +19,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from eagle_fsd.utils.host_memory import host_memory
 
-#: Minimum number of values of a weight, and maximum number of tokens, for which packing pays.
-MIN_VALUES, MAX_TOKENS = 2**19, 64
 #: Whether weights are packed on this machine.
 SUPPORTED = torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
+#: For each data type, minimum numbers of values of a weight and of tokens for which packing pays.
+MINIMA = {torch.float32: (2**19, 2)}
+if SUPPORTED and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    MINIMA[torch.bfloat16] = 2**18, 1
+#: Maximum number of tokens for which packing pays.
+MAX_TOKENS = 64
 #: Share of the machine's memory that packed weights may take.
 MEMORY_SHARE = 0.25
 #: Values of a weight that are compared to find out whether it has changed.
@@ -51,16 +54,26 @@ _lock = threading.Lock()
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``F.linear(x, weight, bias)``, up to rounding, for ``x`` ``[..., n]``."""
     if (
-        SUPPORTED
-        and weight.device.type == "cpu"
-        and weight.numel() >= MIN_VALUES
-        and 1 < x.numel() // x.shape[-1] <= MAX_TOKENS
-        and x.dtype is weight.dtype is torch.float32
+        is_packed(weight)
+        and MINIMA[weight.dtype][1] <= x.numel() // x.shape[-1] <= MAX_TOKENS
+        and x.dtype is weight.dtype
         and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
     ):
         product: Tensor = torch.ops.eagle_fsd.packed_linear.default(x, weight, bias)
         return product
     return F.linear(x, weight, bias)
+
+
+def is_packed(weight: Tensor) -> bool:
+    """Whether products with a weight use a packed copy, if oneDNN and memory allow it."""
+    return (
+        SUPPORTED
+        # Other types, such as quantized weights, may know torch's own operators only.
+        and type(weight) in (Tensor, nn.Parameter)
+        and weight.device.type == "cpu"
+        and weight.dtype in MINIMA
+        and weight.numel() >= MINIMA[weight.dtype][0]
+    )
 
 
 def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -73,7 +86,7 @@ def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 # An operator of torch, because the compiler cannot trace how packed weights are found. Registered
-# without `torch.library.custom_op`, whose wrapper takes longer than some of the products.
+# without `torch.library.custom_op`, whose wrapper adds several percent to the time of a product.
 _library = torch.library.Library("eagle_fsd", "DEF")
 _library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.impl("packed_linear", _packed_linear, "CPU")
@@ -82,7 +95,7 @@ torch.library.register_fake("eagle_fsd::packed_linear", F.linear, lib=_library)
 
 def packed_bytes() -> int:
     """Return the memory that packed weights take, in bytes."""
-    return sum(4 * weight.numel() for weight in _packed)
+    return sum(weight.nbytes for weight in _packed)
 
 
 def forget_changed() -> None:
@@ -118,10 +131,9 @@ def _find(weight: Tensor) -> Tensor | None:
 def _can_pack(weight: Tensor) -> bool:
     """Whether oneDNN can multiply by it, changes of it are noticed, and memory is left."""
     return (
-        type(weight) in (Tensor, nn.Parameter)
-        and weight.is_contiguous()
+        weight.is_contiguous()
         and not weight.is_inference()
-        and packed_bytes() + 4 * weight.numel() <= MEMORY_SHARE * _total_memory()
+        and packed_bytes() + weight.nbytes <= MEMORY_SHARE * _total_memory()
     )
 
 

@@ -32,11 +32,12 @@ from torch import Tensor
 from transformers import InfNanRemoveLogitsProcessor
 
 from eagle_fsd import EagleFSD, PrefixCache
-from eagle_fsd.model import compilation, engine
+from eagle_fsd.model import compilation, engine, packed_weights
 from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.levels import LevelState
 from eagle_fsd.model.drafters.ngram import NGramDrafter
+from eagle_fsd.model.packed_weights import SUPPORTED
 from eagle_fsd.model.random_numbers import RandomNumbers
 from eagle_fsd.model.tree import DraftTree
 
@@ -290,18 +291,26 @@ def test_one_model_is_compiled_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.slow
 @NEEDS_COMPILER
-def test_generated_code_gives_the_same_tokens(caplog: pytest.LogCaptureFixture) -> None:
+def test_generated_code_gives_the_same_tokens(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The real compiler keeps the tokens of answers that cross several numbers of visible slots.
 
-    On x86 CPUs, the projection to the vocabulary is a packed weight.
+    On x86 CPUs, the projection to the vocabulary is a packed weight, which compiled passes share.
     """
     forget_compiled()
+    packed: list[Tensor] = []
+    can_pack = packed_weights._can_pack
+    monkeypatch.setattr(
+        packed_weights, "_can_pack", lambda weight: packed.append(weight) or can_pack(weight)
+    )
     model = tiny_target(num_hidden_layers=1, vocab_size=4096, hidden_size=128)
     pair = EagleFSD(model, untrained_head(model), TREE)
     with caplog.at_level(logging.WARNING):
         options = {"temperature": 0.9, "top_p": 0.9, "threshold": 0.2, "seed": 3}
         both(pair, prompt(20), max_new_tokens=100, **options)
     assert not [item.getMessage() for item in caplog.records]
+    assert len(packed) == SUPPORTED
     forget_compiled()
 
 

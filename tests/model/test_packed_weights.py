@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.model import packed_weights
 from eagle_fsd.model.packed_weights import (
     MAX_TOKENS,
-    MIN_VALUES,
+    MINIMA,
     SUPPORTED,
     forget_changed,
     linear,
@@ -21,21 +22,43 @@ from eagle_fsd.model.packed_weights import (
 )
 
 WIDTH = 128
-OUTPUTS = MIN_VALUES // WIDTH
+#: Makes weights of ``[OUTPUTS, WIDTH]`` large enough in every data type.
+OUTPUTS = MINIMA[torch.float32][0] // WIDTH
 
 
 def test_products_are_those_of_torch() -> None:
     torch.manual_seed(0)
-    weight, bias = torch.randn(OUTPUTS, WIDTH), torch.randn(OUTPUTS)
-    for shape in ((1, WIDTH), (2, WIDTH), (1, 5, WIDTH), (2, 3, WIDTH), (MAX_TOKENS + 1, WIDTH)):
-        x = torch.randn(shape)
-        for own in (None, bias):
-            with torch.no_grad():
-                found = linear(x, weight, own)
-            torch.testing.assert_close(found, F.linear(x, weight, own), atol=1e-4, rtol=1e-5)
-    x = torch.randn(3, WIDTH, requires_grad=True)
+    for dtype, error in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        weight, bias = torch.randn(OUTPUTS, WIDTH, dtype=dtype), torch.randn(OUTPUTS, dtype=dtype)
+        for shape in ((1,), (2,), (1, 5), (2, 3), (MAX_TOKENS + 1,)):
+            x = torch.randn(*shape, WIDTH, dtype=dtype)
+            for own in (None, bias):
+                with torch.no_grad():
+                    found = linear(x, weight, own)
+                expected = F.linear(x, weight, own)
+                torch.testing.assert_close(found, expected, atol=10 * error, rtol=error)
+    weight, x = torch.randn(OUTPUTS, WIDTH), torch.randn(3, WIDTH, requires_grad=True)
     (gradient,) = torch.autograd.grad(linear(x, weight).sum(), x)
     torch.testing.assert_close(gradient, weight.sum(0).expand(3, -1), atol=1e-3, rtol=1e-3)
+
+
+class _Quantized(torch.Tensor):
+    """A weight of another type, which records the functions that it is passed to."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *arguments: Any) -> Any:
+        _called.append(function)
+        return super().__torch_function__(function, *arguments)
+
+
+_called: list[object] = []
+
+
+@torch.no_grad()
+def test_other_types_of_weights_are_passed_to_torch() -> None:
+    linear(torch.randn(3, WIDTH), torch.randn(OUTPUTS, WIDTH).as_subclass(_Quantized))
+    assert F.linear in _called
+    assert torch.ops.eagle_fsd.packed_linear.default not in _called
 
 
 @pytest.mark.skipif(not SUPPORTED, reason="weights are packed on x86 CPUs only")
@@ -90,11 +113,11 @@ def test_packed_weights_end_with_the_weight_and_have_a_limit(
     weight, x = torch.randn(OUTPUTS, WIDTH), torch.randn(4, WIDTH)
     before = packed_bytes()
     linear(x, weight)
-    assert packed_bytes() == before + 4 * MIN_VALUES
+    assert packed_bytes() == before + 4 * OUTPUTS * WIDTH
     monkeypatch.setattr(packed_weights, "MEMORY_SHARE", 0.0)
     other = torch.randn(OUTPUTS, WIDTH)
     torch.testing.assert_close(linear(x, other), F.linear(x, other))
-    assert packed_bytes() == before + 4 * MIN_VALUES
+    assert packed_bytes() == before + 4 * OUTPUTS * WIDTH
     del weight
     gc.collect()
     assert packed_bytes() <= before
