@@ -53,7 +53,7 @@ def sweep(
     config: Annotated[EvaluationConfig, options("Decoding")] = EvaluationConfig(),
     answering: Annotated[SweepConfig, options("Decoding")] = SweepConfig(),
 ) -> None:
-    """Evaluate every threshold with every divergence and floor; write a report with figures."""
+    """Compare combinations of thresholds, divergences and floors; write a report with figures."""
     from eagle_fsd.evaluation.sweep import sweep as run
 
     request = request.model_copy(update={"questions": questions})

@@ -75,7 +75,10 @@ def changed_limit(found: Mapping[str, Any], confidence: float) -> float | None:
 
 
 def _turns(record: Record) -> Sequence[Sequence[int | str]]:
-    """Return the token ids of each turn, or its words with the white space before them."""
+    """Return the token ids of each turn of the first sample.
+
+    An answer of a server has none; its words are returned instead, each with the whitespace before.
+    """
     choice = record["choices"][0]
     if any(choice["turns"]) and not any(choice["token_ids"]):
         return [re.findall(r"\s*\S+", turn) for turn in choice["turns"]]

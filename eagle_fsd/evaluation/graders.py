@@ -33,7 +33,7 @@ GraderFunction = Callable[[str, dict[str, Any]], bool | None]
 
 #: The built-in graders and what counts as correct.
 GRADERS: dict[ScoredBy, str] = {
-    "exact": 'the answer is "answer", apart from white space around it',
+    "exact": 'the answer is "answer", apart from whitespace around it',
     "regex": '"answer" is a Python regular expression that occurs in the answer',
     "number": 'the final number of the answer equals "answer"',
     "strict-match": 'the first number after "#### " is "answer", as in lm-evaluation-harness',

@@ -225,7 +225,7 @@ def rule_methods() -> list[Method]:
 
 def rule_method(name: str) -> Method:
     """Return a method for one of :data:`RULES`."""
-    # The mixture has no fuzzy tokens to limit.
+    # The cost of a mixture has no limit.
     limits = {"max_fuzzy_nats": None} if name.startswith("mixture") else {}
     return Method(name, {**RULE_ACCEPTANCE, **limits, "rule": name})
 

@@ -276,7 +276,10 @@ def preserved_answers(
 def harness_accuracy(
     questions: Sequence[Question], records: Sequence[Record]
 ) -> dict[str, float] | None:
-    """Return the harness's accuracies: IFEval's, or GSM8K's for numeric answers; else None."""
+    """Return the accuracies that lm-evaluation-harness gives for IFEval or, for numbers, GSM8K.
+
+    None for questions of other kinds.
+    """
     prompts = {item.question_id: item for item in questions if item.scored_by == "instructions"}
     if prompts:
         return ifeval.accuracies(

@@ -74,7 +74,7 @@ def candidate_methods(
     shared = given_acceptance(settings)
     methods += PRICED
     for name in CALIBRATED_RULES if rules else ():
-        if name != "mixture" or shared.max_fuzzy_nats is None:  # it has no fuzzy tokens to limit
+        if name != "mixture" or shared.max_fuzzy_nats is None:  # its cost has no limit
             methods.append(rule_method(name))
     if engine is None:
         return methods

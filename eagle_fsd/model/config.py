@@ -206,7 +206,10 @@ class AcceptanceConfig(Options):
                     f"rule {self.rule!r} needs selection longest or priced; got {self.selection}"
                 )
             if self.rule.startswith("mixture") and self.max_fuzzy_nats is not None:
-                raise ValueError(f"rule {self.rule!r} has no fuzzy tokens for max_fuzzy_nats")
+                raise ValueError(
+                    f"rule {self.rule!r} replaces the target's samples, whose cost max_fuzzy_nats"
+                    " cannot limit"
+                )
         return self
 
     def given(self) -> dict[str, Any]:

@@ -205,19 +205,20 @@ def commit(state: StepState, tree: DraftTree, features: Tensor, kept: Verificati
 def _describe(
     decision: Decision, inputs: VerificationInputs, kept: Verification
 ) -> tuple[Tensor, Tensor]:
-    """Collect the details of every emitted token.
+    """Collect the details of a group's emitted tokens, see :class:`TokenDetail`.
 
-    Returns ``[B, A, 2 + count]``: log-probability, divergence, and the largest log-probabilities;
-    and ``[B, A, count]``: the tokens of the latter.
+    With ``K`` alternatives (``decision.details``, at most ``V``), returns ``[B, A, 2 + K]``:
+    log-probability, divergence, and the ``K`` largest log-probabilities; and ``[B, A, K]``: the
+    tokens of the latter.
     """
     first = torch.arange(len(kept.path), device=kept.path.device)[:, None] * inputs.tree.size
-    rows = inputs.raw.rows((kept.path + first).flatten()).unflatten(0, kept.path.shape)
-    own = rows.gather(-1, kept.tokens[:, :, None])
+    log_probs = inputs.raw.rows((kept.path + first).flatten()).unflatten(0, kept.path.shape)
+    own = log_probs.gather(-1, kept.tokens[:, :, None])
     options = decision.acceptance
     rule = FuzzyRule(0.0, options.divergence, divergence_on=options.divergence_on)
     divergence = rule.divergences(inputs).gather(1, kept.path)[:, :, None]
     assert decision.details is not None
-    top = rows.topk(min(decision.details, rows.shape[-1]), -1)
+    top = log_probs.topk(min(decision.details, log_probs.shape[-1]), -1)
     return torch.cat([own, divergence, top.values], -1), top.indices
 
 

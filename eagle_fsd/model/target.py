@@ -1,7 +1,7 @@
 """The target: an unmodified Hugging Face causal language model and its pass over a draft tree.
 
-Shape letters: ``B`` rows, ``S`` tokens, ``N`` tree nodes, ``H`` hidden size, ``F`` = ``H`` times
-the number of requested hidden states, ``V`` vocabulary.
+Shape letters: ``B`` rows, ``S`` tokens, ``N`` tree nodes, ``L`` visible slots, ``H`` hidden size,
+``F`` = ``H`` times the number of requested hidden states, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -212,9 +212,9 @@ class Target:
     ) -> Tensor:
         """Run the layers on tokens ``[B, S]`` at any positions ``[B, S]``: ``[B, S, F]`` states.
 
-        ``mask`` is additive, ``[B, 1, S, L]``, of full attention; ``keys``, ``[B, S, L]``, is the
-        position of each slot. All three may have one row for all, and ``keys`` one entry for all
-        tokens. :meth:`TreeCache.place` has been called.
+        ``mask`` ``[B, 1, S, L]`` is the additive mask of full attention, ``keys`` ``[B, S, L]`` the
+        position of each slot. ``positions``, ``mask`` and ``keys`` may have a single row for all,
+        and ``keys`` a single entry for all tokens. :meth:`TreeCache.place` must have been called.
         """
         masks = self._masks(mask, positions, keys, len(ids))
         with self.recording(states) as recorded:

@@ -125,8 +125,9 @@ def _find_rewritten_turn(
     """Locate a turn that the template formats differently if other turns follow.
 
     It is searched for between the text of the earlier turns and the next user or system message,
-    which is located from the end, because the turn may contain the same words. The turn's header
-    may contain a short answer, so the search begins after it, if the turn has the usual one.
+    which is located from the end, because the turn may contain the same words. A short answer may
+    also occur in the turn's header, so the search begins after the header where it is that of the
+    generation prompt.
     """
     content = chat[index]["content"].strip()
     if content not in text:  # templates drop the reasoning of earlier answers, some of all
@@ -136,7 +137,7 @@ def _find_rewritten_turn(
     limit = len(text)
     for message in reversed(chat[index + 1 :]):
         if message["role"] in ("user", "system"):
-            found = text.rfind(message["content"], begin, limit)
+            found = text.rfind(message["content"].strip(), begin, limit)
             limit = limit if found < 0 else found
     start = text.find(content, _common_length(text, prompt), limit)
     if start < 0:

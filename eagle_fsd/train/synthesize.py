@@ -299,6 +299,7 @@ class Sieve:
         report(len(self.kept), self.count)
 
     def _decide(self, line: Line) -> None:
+        """Keep a chat with an answer, unless its first question is a near-duplicate."""
         chat = line["messages"]
         if "dropped" in line:
             self.dropped[line["dropped"]] += 1

@@ -68,7 +68,7 @@ def describe_counts(counts: Mapping[str, int]) -> str | None:
     """Describe chats that were not used in full, in one line; None if there are none."""
     verbs = {
         "truncated": "were truncated",
-        "rejected": "were rejected by the chat template",
+        "rejected": "could not be encoded",
         "unused": "had no token that the loss covers",
     }
     found = ", ".join(f"{counts[name]:,} {verb}" for name, verb in verbs.items() if counts[name])

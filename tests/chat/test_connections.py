@@ -66,7 +66,7 @@ def open_ports(server: ServerThread) -> set[int]:
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerThread]:
     """A server with at most 8 connections."""
     monkeypatch.setattr(connections, "CLIENT_TIMEOUT", CLIENT_TIMEOUT)
-    monkeypatch.setattr(connections, "connection_limit", lambda: 8)
+    monkeypatch.setattr(connections, "raise_file_limit", lambda: 8)
     server = ServerThread(Guard(answer))
     yield server
     server.stop()
@@ -156,7 +156,7 @@ def test_oldest_connections_are_closed_at_the_limit(
 def test_busy_connections_are_shared_among_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """One client's requests take all connections; another's first one closes its newest."""
     monkeypatch.setattr(connections, "SHUTDOWN_TIMEOUT", 0)
-    monkeypatch.setattr(connections, "connection_limit", lambda: 8)
+    monkeypatch.setattr(connections, "raise_file_limit", lambda: 8)
     server = ServerThread(Guard(answer, Access(keys=("a", "b"))))
     sockets = []
     for _ in range(8):
@@ -178,7 +178,7 @@ def test_file_limit_is_raised() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
     try:
-        limit = connections.connection_limit()
+        limit = connections.raise_file_limit()
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

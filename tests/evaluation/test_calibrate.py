@@ -194,7 +194,7 @@ def test_each_method_is_combined_with_a_chain_and_a_bushy_tree() -> None:
         assert names == [*fsd, "price 1.5", "price 0.75", *(CALIBRATED_RULES if rules else ())]
     settings = Settings(exact_first=8, max_fuzzy_nats=2.0)
     shared, found = given_acceptance(settings), candidate_methods(grid, None, 0.0, True, settings)
-    assert [item.name for item in found] == names[:-1]  # a mixture has no fuzzy tokens
+    assert [item.name for item in found] == names[:-1]  # the cost of a mixture has no limit
     for method in [*found, *find_methods(["rules"])]:
         if method.name.startswith("mixture"):
             continue

@@ -120,9 +120,9 @@ def test_long_chat_is_truncated() -> None:
 
 # -- templates that change earlier turns -----------------------------------------------------------
 
-#: Keeps the thought of the last turn only, and adds an empty thought to it if it has none.
+#: Trims texts, keeps the thought of the last turn only, and adds an empty one if it has none.
 THINKING = (
-    "{% for m in messages %}{% set text = m.content %}{% if m.role == 'assistant' %}"
+    "{% for m in messages %}{% set text = m.content.strip() %}{% if m.role == 'assistant' %}"
     "{% if not loop.last %}{% set text = text.split('</think>')[-1] %}"
     "{% elif '</think>' not in text %}{% set text = '<think></think>' + text %}"
     "{% endif %}{% endif %}"
@@ -143,8 +143,8 @@ def test_text_that_the_template_adds_to_the_last_turn_is_tolerated() -> None:
     tokenizer, chat_template, end = templated(THINKING, CHATML_TOKENS, "<|im_end|>")
     expected = [answer + end for answer in ANSWERS]
     expected[-1] = "<think></think>" + expected[-1]
-    # The second answer contains the word "more".
-    for chat in (CHAT, [*CHAT[:5], {"role": "user", "content": "more"}, CHAT[6]]):
+    # The second answer contains the question " it ", which the template trims.
+    for chat in (CHAT, [*CHAT[:5], {"role": "user", "content": " it "}, CHAT[6]]):
         assert masked_texts(tokenizer, encode_chat(chat, tokenizer, chat_template)) == expected
     # The header of an answer, "<|im_start|>assistant", contains "a", and its end contains "d".
     for answer in ("a", "d"):

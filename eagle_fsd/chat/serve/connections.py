@@ -113,7 +113,7 @@ class BoundedServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to listen; see ``uvicorn.Server``."""
-        maximum = connection_limit()
+        maximum = raise_file_limit()
         self.server_state.max_connections = maximum  # type: ignore[attr-defined]
         if self.queue is not None:  # requests that wait must not take all connections
             self.queue.max_waiting = min(self.queue.max_waiting, maximum // 2)
@@ -234,8 +234,8 @@ class BoundedProtocol(H11Protocol):
             self.transport.abort()
 
 
-def connection_limit() -> int:
-    """Raise the limit of open files; return the number of connections that it allows."""
+def raise_file_limit() -> int:
+    """Raise the soft limit on open files; return how many connections it allows."""
     files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
     if files != resource.RLIM_INFINITY and files < wanted:

@@ -205,7 +205,8 @@ class LevelState(DraftState):
 
     def keys(self, max_length: int) -> Tensor:
         # With the pending entries, the cache holds as many as the target's, and one more in a draft
-        # model or after a prompt of one token. The levels of the tree follow them.
+        # model or after a prompt of one token. All columns of pending entries are written, then
+        # the levels of the tree after the valid ones.
         entries, builder = max_length + 1, self.builder
         needed = entries + max(self.pending_tokens.shape[1], builder.depth * builder.width)
         return self.cache.keys(needed, self.drafter.device)
