@@ -95,7 +95,7 @@ class Limits(Options):
     stall_timeout: float = Field(
         default=600.0,
         gt=0.0,
-        description="Seconds that a decoding step may take before its requests fail.",
+        description="Seconds that a decoding step may take before all requests fail.",
     )
     max_body: int = Field(
         default=1_048_576, ge=1024, le=2**31, description="Maximum size of a request in bytes."

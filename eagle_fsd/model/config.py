@@ -155,8 +155,8 @@ class AcceptanceConfig(Options):
     )
     divergence_on: Literal["raw", "warped"] = Field(
         default="raw",
-        description="Compare the models' own distributions, or those after temperature, top-k and"
-        " top-p.",
+        description="Compare the models' own distributions, or those after temperature, top-k,"
+        " top-p and min-p.",
     )
     price: float = Field(
         default=1.0,
