@@ -98,8 +98,7 @@ engines: $(VLLM)
 
 # Train the bundled pair from scratch; see recipes/bundled.py.
 bundled: $(INSTALLED)
-	$(RUN)/python -m recipes.bundled --stage target --stage head \
-		--stage eagle3 --stage draft-model
+	$(RUN)/python -m recipes.bundled
 	$(RUN)/eagle-fsd tune --install
 	$(RUN)/eagle-fsd calibrate --install
 	$(RUN)/python -m recipes.bundled --stage card

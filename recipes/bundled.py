@@ -1,11 +1,11 @@
 """Train the pair that ships with the package: ``python -m recipes.bundled``.
 
-There are stages that can be run separately: ``target`` trains the tokenizer and the target,
-``head`` trains the EAGLE-2 head as ``eagle-fsd train`` does, ``eagle3`` the EAGLE-3 head,
-``draft-model`` the draft model (``draft_model.py``), and ``card`` measures them on unseen problems
-and writes the model cards. An interrupted training of the target or a head resumes. Run ``eagle-fsd
-tune --install`` and ``eagle-fsd calibrate --install`` before ``card`` to select
-the pair's settings. ``make bundled`` runs everything, which takes some hours on two cores.
+Its stages can be run separately; by default, all but ``card`` run: ``target`` trains the tokenizer
+and the target, ``head`` trains the EAGLE-2 head as ``eagle-fsd train`` does, ``eagle3`` the EAGLE-3
+head, ``draft-model`` the draft model (``draft_model.py``), and ``card`` measures them on unseen
+problems and writes the model cards. An interrupted training of the target or a head resumes. Run
+``eagle-fsd tune --install`` and ``eagle-fsd calibrate --install`` before ``card`` to select the
+pair's settings. ``make bundled`` runs everything, which takes some hours on two cores.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def main() -> None:
         "--work", type=Path, default=Path("runs/bundled"), help="folder for checkpoints"
     )
     parser.add_argument(
-        "--stage", action="append", choices=STAGES, help="stage to run; default: all of them"
+        "--stage", action="append", choices=STAGES, help="stage to run; default: all but card"
     )
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    stages = options.stage or STAGES
+    stages = options.stage or STAGES[:-1]  # the card needs settings, selected before it
     options.work.mkdir(parents=True, exist_ok=True)
     if "target" in stages:
         train_target(TargetConfig(), options.work / "target", options.out / "target")

@@ -41,9 +41,9 @@ def find_settings(config: Any) -> Settings | None:
     no engine can apply them.
     """
     given = config.get(CONFIG_KEY) if isinstance(config, Mapping) else None
-    if given is None:
-        given = os.environ.get(VARIABLE) or None
-    if given is None:
+    if given in (None, ""):
+        given = os.environ.get(VARIABLE)
+    if given in (None, ""):
         return None
     try:
         if isinstance(given, str) and given.lstrip().startswith("{"):

@@ -398,9 +398,9 @@ class EagleFSD:
         When an answer ends, the next prompt takes its place in the batch, so that the batch stays
         full although answers differ in length. An answer does not depend on the other prompts: it
         is the one that :meth:`generate` gives for its prompt alone (with the seed of its row, if
-        it is sampled), up to rounding, which depends on the number of rows. Drafters that adapt to all
-        rows, :class:`AdaptiveNGramDrafter` and draft models of adaptive depth, are an exception
-        for answers that depend on the draft tree.
+        it is sampled), up to rounding, which depends on the number of rows. Drafters that adapt to
+        all rows, :class:`AdaptiveNGramDrafter` and draft models of adaptive depth, are an
+        exception for answers that depend on the draft tree.
 
         An answer that fails does not stop the others. A warning names its prompt, and its error is
         raised when all others have been yielded.

@@ -269,7 +269,7 @@ class TrainRequest(TargetOptions):
         False, description="First have the target rewrite the assistant's turns in --data."
     )
     resume: bool = Field(False, description="Resume from the newest checkpoint in --out.")
-    overwrite: bool = Field(False, description="Delete an earlier training in --out.")
+    overwrite: bool = Field(False, description="Delete --out, if it holds an earlier training.")
     binary: bool = Field(
         False, description="Write pytorch_model.bin, which EAGLE's own code reads."
     )
@@ -283,6 +283,14 @@ class TrainRequest(TargetOptions):
                 raise ValueError(f"--{name.replace('_', '-')} requires --data")
         if self.resume and self.overwrite:
             raise ValueError("--resume and --overwrite exclude each other")
+        for name in ("data", "features"):
+            source: Path | None = getattr(self, name)
+            inside = source is not None and source.resolve().is_relative_to(self.out.resolve())
+            # A training's own store of features is deleted at its end.
+            if inside and (self.overwrite or name == "features"):
+                raise ValueError(
+                    f"--{name} must not be in --out, or it would be deleted; got {source}"
+                )
         return self
 
 

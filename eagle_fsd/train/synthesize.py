@@ -208,9 +208,18 @@ class Plan:
         )
 
     def _assistant_turn(self, index: int, chat: Chat) -> NextTurn:
-        text = self.template.render(chat, add_generation_prompt=True)
-        sampling = self.config.sampling(seed=turn_seed(self.config.seed, index, chat))
-        return NextTurn(text, sampling, self.config.max_new_tokens, tuple(self.template.stop))
+        template = self.template
+        special = (special_token(self.tokenizer, text) for text in template.stop)
+        return NextTurn(
+            template.render(chat, add_generation_prompt=True),
+            self.config.sampling(seed=turn_seed(self.config.seed, index, chat)),
+            self.config.max_new_tokens,
+            stop=tuple(template.stop),
+            stop_token_ids=(
+                *template.stop_token_ids,
+                *(token for token in special if token is not None),
+            ),
+        )
 
 
 def find_flaw(reply: TurnReply, message: str) -> str | None:

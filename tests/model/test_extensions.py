@@ -23,7 +23,7 @@ from transformers import TemperatureLogitsWarper
 from eagle_fsd import AcceptanceConfig, EagleFSD, Origin
 from eagle_fsd.evaluation.methods import Method
 from eagle_fsd.model.acceptance import FuzzyRule, TopKRule
-from eagle_fsd.model.acceptance.wrappers import DelayedRule, LimitedRule
+from eagle_fsd.model.acceptance.wrappers import DelayedRule, LimitedRule, WrappedRule
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.ngram import NGramDrafter
 from eagle_fsd.model.request import Prompt
@@ -86,7 +86,12 @@ def test_rules_are_equal_only_if_all_their_attributes_are() -> None:
 
 @pytest.mark.parametrize(
     "wrapped",
-    [MaxFuzzy(2), LimitedRule(MaxFuzzy(2), 1e9), DelayedRule(DelayedRule(MaxFuzzy(2), 0), 0)],
+    [
+        MaxFuzzy(2),
+        WrappedRule(MaxFuzzy(2)),
+        LimitedRule(MaxFuzzy(2), 1e9),
+        DelayedRule(DelayedRule(MaxFuzzy(2), 0), 0),
+    ],
 )
 def test_a_restricted_rule_sees_its_own_state(wrapped: AcceptanceRule) -> None:
     shared, ids = random_pair(), prompt(9)

@@ -56,6 +56,8 @@ def test_invalid_values_are_reported_with_what_is_accepted(tmp_path: Path) -> No
         TrainRequest(out=tmp_path, features=tmp_path, regenerate=True)
     with pytest.raises(ValueError, match="--resume and --overwrite exclude each other"):
         TrainRequest(out=tmp_path, data=tmp_path, resume=True, overwrite=True)
+    with pytest.raises(ValueError, match="--data must not be in --out, or it would be deleted"):
+        TrainRequest(out=tmp_path, data=tmp_path, overwrite=True)
     with pytest.raises(ValueError, match="data must be an existing path; got missing"):
         TrainRequest(out=tmp_path, data="missing")
 

@@ -69,6 +69,9 @@ class WrappedRule(AcceptanceRule):
         assert inputs.state is not None
         return inputs.state[:, self.rule.state_size]
 
+    def advance(self, inputs: VerificationInputs, kept: Verification) -> Tensor:
+        return self.with_own(inputs, kept, self.own_state(inputs))
+
     def with_own(self, inputs: VerificationInputs, kept: Verification, own: Tensor) -> Tensor:
         """Return ``[B, state_size]``: the wrapped rule's next state, then the wrapper's."""
         return torch.cat([self._advance_restricted(inputs, kept), own[:, None]], 1)
