@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from eagle_fsd.model.acceptance import FuzzyRule
 from eagle_fsd.model.cache import TreeCache
-from eagle_fsd.model.drafters.interface import Drafter, DraftState
+from eagle_fsd.model.drafters.interface import Drafter, DraftState, NoDrafter
 from eagle_fsd.model.random_numbers import RandomNumbers
 from eagle_fsd.model.request import Answer, Decision
 from eagle_fsd.model.target import Target, TargetPass
@@ -124,7 +124,8 @@ def draft_and_score(
 ) -> tuple[DraftTree, TargetPass]:
     """Draft a tree for every row, and run the target on it."""
     target, drafter = state.target, state.drafter
-    enter("draft")
+    if not isinstance(drafter, NoDrafter):  # its roots take no time worth a phase
+        enter("draft")
     draft = prepare(type(state.draft).draft, drafter.network, state.draft.on_device)
     tree = draft(state.draft, state.roots, draft_keys, RandomNumbers(state.keys, state.lengths))
     enter("target")
