@@ -24,7 +24,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.utils._triton import has_triton, has_triton_package
 
 from eagle_fsd.model.description import Description
-from eagle_fsd.model.packed_weights import is_packed
+from eagle_fsd.model.packed_weights import should_pack
 from eagle_fsd.utils.errors import is_out_of_memory
 from eagle_fsd.utils.text import one_line
 
@@ -233,7 +233,8 @@ def _module_options(module: nn.Module) -> dict[str, Any]:
     # exceptions of the operator for packed weights, such as KeyboardInterrupt, by an error.
     options: dict[str, Any] = {
         "cpp_wrapper": all(
-            weight.device.type == "cpu" and not is_packed(weight) for weight in module.parameters()
+            weight.device.type == "cpu" and not should_pack(weight)
+            for weight in module.parameters()
         )
     }
     if hasattr(torch.compiler, "keep_tensor_guards_unsafe"):  # older versions have no filters

@@ -11,6 +11,7 @@ import platform
 import threading
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +22,19 @@ from eagle_fsd.utils.host_memory import host_memory
 
 #: Whether weights are packed on this machine.
 SUPPORTED = torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
-#: For each data type, minimum numbers of values of a weight and of tokens for which packing pays.
-MINIMA = {torch.float32: (2**19, 2)}
+
+
+class Minimum(NamedTuple):
+    """Numbers of values of a weight, and of tokens, from which on packing pays."""
+
+    values: int
+    tokens: int
+
+
+#: By data type.
+MINIMA = {torch.float32: Minimum(values=2**19, tokens=2)}
 if SUPPORTED and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-    MINIMA[torch.bfloat16] = 2**18, 1
+    MINIMA[torch.bfloat16] = Minimum(values=2**18, tokens=1)
 #: Maximum number of tokens for which packing pays.
 MAX_TOKENS = 64
 #: Share of the machine's memory that packed weights may take.
@@ -54,8 +64,8 @@ _lock = threading.Lock()
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``F.linear(x, weight, bias)``, up to rounding, for ``x`` ``[..., n]``."""
     if (
-        is_packed(weight)
-        and MINIMA[weight.dtype][1] <= x.numel() // x.shape[-1] <= MAX_TOKENS
+        should_pack(weight)
+        and MINIMA[weight.dtype].tokens <= x.numel() // x.shape[-1] <= MAX_TOKENS
         and x.dtype is weight.dtype
         and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
     ):
@@ -64,7 +74,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def is_packed(weight: Tensor) -> bool:
+def should_pack(weight: Tensor) -> bool:
     """Whether products with a weight use a packed copy, if oneDNN and memory allow it."""
     return (
         SUPPORTED
@@ -72,7 +82,7 @@ def is_packed(weight: Tensor) -> bool:
         and type(weight) in (Tensor, nn.Parameter)
         and weight.device.type == "cpu"
         and weight.dtype in MINIMA
-        and weight.numel() >= MINIMA[weight.dtype][0]
+        and weight.numel() >= MINIMA[weight.dtype].values
     )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.bundled import BUNDLED_TARGET
+from eagle_fsd.model.config import SamplingConfig
 from eagle_fsd.model.loading import load_tokenizer
 from eagle_fsd.train.chat_file import Chat, ChatFile
 from eagle_fsd.train.config import RegenerateServer, SynthesizeConfig, SynthesizeRequest
@@ -199,27 +200,20 @@ class Plan:
         # A special token ends the message, or the next speaker's header.
         end = special_token(self.tokenizer, footer.lstrip())
         ends = footer.strip() if end is None else str(self.tokenizer.decode([end]))
-        return NextTurn(
-            text,
-            sampling,
-            config.max_user_tokens,
-            stop=(ends,) if ends else (),
-            stop_token_ids=() if end is None else (end,),
-        )
+        return self._turn(text, sampling, config.max_user_tokens, (ends,) if ends else ())
 
     def _assistant_turn(self, index: int, chat: Chat) -> NextTurn:
-        template = self.template
-        special = (special_token(self.tokenizer, text) for text in template.stop)
-        return NextTurn(
-            template.render(chat, add_generation_prompt=True),
-            self.config.sampling(seed=turn_seed(self.config.seed, index, chat)),
-            self.config.max_new_tokens,
-            stop=tuple(template.stop),
-            stop_token_ids=(
-                *template.stop_token_ids,
-                *(token for token in special if token is not None),
-            ),
-        )
+        text = self.template.render(chat, add_generation_prompt=True)
+        sampling = self.config.sampling(seed=turn_seed(self.config.seed, index, chat))
+        return self._turn(text, sampling, self.config.max_new_tokens, tuple(self.template.stop))
+
+    def _turn(
+        self, text: str, sampling: SamplingConfig, limit: int, stop: tuple[str, ...]
+    ) -> NextTurn:
+        special = (special_token(self.tokenizer, string) for string in stop)
+        tokens = (token for token in special if token is not None)
+        ends = *self.template.stop_token_ids, *tokens
+        return NextTurn(text, sampling, limit, stop=stop, stop_token_ids=ends)
 
 
 def find_flaw(reply: TurnReply, message: str) -> str | None:

@@ -72,7 +72,7 @@ def test_weights_quantized_when_loaded(
     kind: Any, name: str, dtype: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are not packed, however large."""
-    minima = dict.fromkeys(packed_weights.MINIMA, (1, 1))
+    minima = dict.fromkeys(packed_weights.MINIMA, packed_weights.Minimum(1, 1))
     monkeypatch.setattr(packed_weights, "MINIMA", minima)
     model = load_target(folder, dtype, quantize=kind)
     assert type(weight(model)).__name__ == name

@@ -23,7 +23,7 @@ from eagle_fsd.model.packed_weights import (
 
 WIDTH = 128
 #: Makes weights of ``[OUTPUTS, WIDTH]`` large enough in every data type.
-OUTPUTS = MINIMA[torch.float32][0] // WIDTH
+OUTPUTS = MINIMA[torch.float32].values // WIDTH
 
 
 def test_products_are_those_of_torch() -> None:

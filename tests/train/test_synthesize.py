@@ -188,6 +188,10 @@ def test_a_server_writes_chats(tmp_path: Path) -> None:
         server = RegenerateServer(base_url=stub.url, model="org/target", concurrency=2)
         request = SynthesizeRequest(out=tmp_path / "chats.jsonl", count=3)
         written = synthesize(request, SynthesizeConfig(top_k=5), server)
+        named = SynthesizeRequest(
+            out=tmp_path / "named.jsonl", count=1, chat_template="qwen-7b-chat"
+        )
+        list(synthesize(named, SynthesizeConfig(), server))
     finally:
         stub.server.shutdown()
     gone = RegenerateServer(base_url=stub.url, model="org/target", timeout=1.0, retries=0)
@@ -202,3 +206,7 @@ def test_a_server_writes_chats(tmp_path: Path) -> None:
     assert (first["temperature"], first["top_k"], first["stop"]) == (1.0, 5, ["<|end|>"])
     (end,) = first["stop_token_ids"]  # servers do not look for special tokens in text
     assert load_tokenizer(BUNDLED_TARGET).decode([end]) == "<|end|>"
+    # Those of a named template end answers, too.
+    answers = [body for body in stub.requests if body["prompt"].endswith("<|im_start|>assistant\n")]
+    assert answers
+    assert all(body["stop_token_ids"] == [151643, 151644, 151645] for body in answers)
