@@ -2,8 +2,8 @@
 
 The stages, in order:
 
-- ``chats``: the target writes chats and, if the file is there, answers GSM8K's training questions.
-  Chats that share a question with a benchmark are left out.
+- ``chats``: the target writes chats. With the files in :data:`SHARED`, it also answers GSM8K's
+  training questions, and chats that share a question with a benchmark are left out.
 - ``features``: store what the target computes for these chats.
 - ``eagle2``, ``eagle3``: train the heads on these features.
 - ``tune``, ``calibrate``: select settings on held-out chats; IFEval's prompts certify them.
@@ -11,11 +11,11 @@ The stages, in order:
 - ``curve``: measure heads that were trained on fewer tokens.
 - ``speed``: compare the EAGLE-3 head with Hugging Face's ``generate``, one factor at a time.
 
-Every stage resumes from its files in ``--work``, or else from what is committed: the compressed
-parts in ``smollm2_chats``, whose hashes are in ``parts.json``, and the heads in ``--out``, from
-whose weights training starts, without the state of the optimizer. ``--parts`` is the number of
-parts; existing ones are kept, and more of them need another ``--work``. ``--tiny`` runs every stage
-on a handful of chats, in ``runs/smollm2-tiny``.
+Every stage but ``card`` resumes from its files in ``--work``, or else from what is committed: the
+compressed parts in ``smollm2_chats``, whose hashes are in ``parts.json``, and the heads in
+``--out``, from whose weights training starts, without the state of the optimizer. ``--parts`` is
+the number of parts; existing ones are kept, and more of them need another ``--work``. ``--tiny``
+runs every stage on a handful of chats, in ``runs/smollm2-tiny``.
 """
 
 from __future__ import annotations
@@ -141,8 +141,10 @@ FACTORS = {
 class Scale:
     """How much is written, trained on and measured.
 
-    A part of the chats consists of ``chats`` that the target writes as a whole and its
-    ``answers`` to given questions; ``curve`` lists numbers of tokens.
+    A part of the chats consists of ``chats`` that the target writes as a whole and its ``answers``
+    to given questions; ``curve`` lists numbers of tokens. ``tuning``, ``questions``, ``timed`` and
+    ``prompts`` (None: all) are numbers of questions: of held-out chats, of Spec-Bench for tau and
+    for speed, and of IFEval.
     """
 
     parts: int = 3

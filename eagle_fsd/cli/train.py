@@ -118,7 +118,7 @@ def chats(*, request: Annotated[ChatsRequest, options("Chats")]) -> None:
 
 
 def ranks(*, request: Annotated[RanksRequest, options("Chats")]) -> None:
-    """Rank tokens by their frequency in chats, for an EAGLE-1/2 head that drafts only some."""
+    """Rank tokens by their frequency in answers, for an EAGLE-1/2 head that drafts only some."""
     from eagle_fsd.train.token_ranks import rank_tokens
 
     count = rank_tokens(request, progress=progress)

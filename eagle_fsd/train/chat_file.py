@@ -238,7 +238,7 @@ def _parse_tool_calls(
     """Return an assistant turn's tool calls in OpenAI's layout, with decoded arguments."""
     try:
         if name == "function_call":  # ShareGPT's
-            functions = json.loads(content)
+            functions = json.loads(content) or [None]  # nothing is called: malformed, too
             functions = functions if isinstance(functions, list) else [functions]
             calls = [{"function": function} for function in functions]
         elif turn.get("function_call"):  # OpenAI's earlier layout

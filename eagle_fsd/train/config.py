@@ -262,13 +262,13 @@ class TrainRequest(TargetOptions):
     )
     store_features: bool = Field(
         False,
-        description="Compute the target's features once, and keep them in --out until the end, in"
-        " bfloat16, instead of computing them in every epoch.",
+        description="Compute the target's features once, not in every epoch; keep them in --out, in"
+        " bfloat16, until the end. --dtype is then bfloat16 by default on a CPU faster in it.",
     )
     regenerate: bool = Field(
         False, description="First have the target rewrite the assistant's turns in --data."
     )
-    resume: bool = Field(False, description="Resume from the newest checkpoint in --out.")
+    resume: bool = Field(False, description="Resume from the newest checkpoint in --out, if any.")
     overwrite: bool = Field(False, description="Delete --out, if it holds an earlier training.")
     binary: bool = Field(
         False, description="Write pytorch_model.bin, which EAGLE's own code reads."

@@ -69,7 +69,7 @@ class ChatDataset(Dataset[Example]):
         return len(self.file)
 
     def __getitem__(self, index: int) -> Example:
-        """Encode a chat; one that the template rejects gives an example with an ``error``."""
+        """Encode a chat; one that cannot be encoded gives an example with an ``error``."""
         if index == FILLER:
             return Example(FILLER, [0, 0], [False, False])
         try:

@@ -184,8 +184,7 @@ def _warn_of_scaling(config: dict[str, Any]) -> None:
 def _architecture(export_format: str, family: str) -> str:
     known = ARCHITECTURES[export_format]
     if family not in known:
-        families = ", ".join(known)
-        raise ValueError(f"{export_format} reads EAGLE heads for {families}; got {family}")
+        raise ValueError(f"{export_format} reads EAGLE heads for {', '.join(known)}; got {family}")
     return known[family]
 
 

@@ -40,10 +40,10 @@ INDEX_FILE = "index.json"
 #: Names of shards, and of those that an interrupted process was writing.
 SHARD_NAME = re.compile(r"features-\d+\.safetensors(\.\w+\.tmp)?")
 STORAGE_DTYPE = torch.bfloat16
-#: Number of chats that are encoded to estimate the size of all.
+#: Maximum number of chats that are encoded to estimate the size of all.
 SAMPLE_CHATS = 512
-#: Consecutive chats in a shard, which are sorted by length to make batches, and their tokens if all
-#: have the maximum length: two shards are in memory.
+#: Maximum numbers of consecutive chats in a shard, which are sorted by length to make batches, and
+#: of their tokens if all have the maximum length: two shards are in memory.
 SHARD_CHATS, SHARD_TOKENS = 32, 2**16
 #: Number of shards that are kept open. Each is a mapping, of which Linux allows 65,530.
 MAX_OPEN_SHARDS = 2**14
@@ -204,9 +204,9 @@ def write_features(
 ) -> FeatureStore:
     """Store the hidden states ``states`` of every chat that is not in a complete shard yet.
 
-    Chats that the template rejects are stored without answers, and logged. All processes share the
-    work. The result has the same examples whatever their number, in this run and in earlier ones
-    that were interrupted.
+    Chats that cannot be encoded are stored without answers, and logged. All processes share the
+    work. Except for rounding, the result has the same examples whatever their number, in this run
+    and in earlier ones that were interrupted.
     """
     state, folder = PartialState(), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -92,8 +92,8 @@ def training_states(reads: Sequence[int]) -> tuple[int, ...]:
 def split_features(head: DraftHead, features: Tensor) -> tuple[Tensor, Tensor]:
     """Split ``[B, S, F]`` hidden states :func:`training_states` into the head's inputs and labels.
 
-    Inputs are ``[B, S - 1, F]`` the hidden states that the head reads, at all tokens but the last,
-    labels ``[B, S - 1, H]`` the target's last hidden state, at all tokens but the first.
+    Inputs ``[B, S - 1, head.feature_size]`` are the hidden states that the head reads, at all but
+    the last token, labels ``[B, S - 1, H]`` the target's last hidden state, at all but the first.
     """
     return features[:, :-1, : head.feature_size], features[:, 1:, -head.target_hidden_size :]
 
@@ -104,7 +104,7 @@ def load_for_training(
     """Load a head in float32.
 
     Raises CheckpointError if it is of another type than the configuration's, OptionsError if other
-    options contradict it.
+    options that are set contradict it.
     """
     eagle3 = config.head_type == "eagle3"
     if is_eagle3(read_config(path, token), tensor_names(path, token)) != eagle3:
@@ -116,7 +116,7 @@ def load_for_training(
         own |= {name: getattr(head.flags, name) for name in EAGLE3_FLAGS}
     for name, value in own.items():
         given = getattr(config, name)
-        if given and given != value:
+        if name in config.model_fields_set and given not in (None, value):
             raise OptionsError(f"{name} must be that of --head, {value}; got {given}")
     return head
 

@@ -59,7 +59,7 @@ class LoadedTarget:
         max_length: int | None = None,
         progress: Progress | None = None,
     ) -> ChatDataset:
-        """Open a chat file as a dataset, truncated where the target's attention would change.
+        """Open a chat file, truncating chats to ``max_length`` and ``target.stable_length`` tokens.
 
         Raises ValueError if no chat is valid, or none of a sample can be encoded.
         """

@@ -149,10 +149,10 @@ def rewrite_chats(
 ) -> ChatFile:
     """Rewrite chats, resuming an interrupted run.
 
-    The result does not depend on interruptions, processes or the batch size: a turn depends on its
-    chat and on a seed of its own. Until all chats are rewritten, lines are in the order of their
-    completion, and several processes write to files of their own, ``OUT.part0`` and so on.
-    ``OUT.meta.json`` holds the fingerprint of the chats and the options.
+    Except for rounding, the result does not depend on interruptions, processes or the batch size: a
+    turn depends on its chat and on a seed of its own. Until all chats are rewritten, lines are in
+    the order of their completion, and several processes write to files of their own, ``OUT.part0``
+    and so on. ``OUT.meta.json`` holds the fingerprint of the chats and the options.
 
     Raises ValueError if the output was written from other chats or options, unless ``overwrite`` is
     set, if a server fails, or if none of the first :data:`TRIAL_CHATS` chats gets an answer, and
@@ -194,12 +194,12 @@ def rewrite_chats(
                 append_line(part, held.pop(0))
             if progress is not None:
                 progress(min(count, len(chats)), len(chats))
-    for unwritten in held if count >= len(chats) else ():
-        append_line(part, unwritten)
     if found := rewriting.rejections:
         log.warning("%d of %d chats end early; the first one: %s", len(found), len(chats), found[0])
     if processes == 1 and count < len(chats):
         raise KeyboardInterrupt
+    for unwritten in held:
+        append_line(part, unwritten)
     state.wait_for_everyone()
     if process == 0:
         lines = locate_lines(out)

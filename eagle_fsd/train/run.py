@@ -126,15 +126,15 @@ def train(
     if loaded is not None:
         sizes = [min(size // BYTES_PER_TOKEN, length) for size in sizes]
     config = config.updated(epochs=config.count_epochs(sum(sizes)))
-    fingerprint = {**fingerprint, "head": None if head is None else str(request.head)}
     if is_main and config.validation and not can_decode(target):
         log.warning(
             "validation reports losses and no tau, because the target is not entirely in memory"
         )
     with accelerator.main_process_first():
         if is_main:
-            processes = {"processes": accelerator.num_processes}
-            folder.prepare(config, {**fingerprint, **processes}, request.overwrite)
+            start = None if head is None else str(request.head)
+            run = {**fingerprint, "head": start, "processes": accelerator.num_processes}
+            folder.prepare(config, run, request.overwrite)
         elif not folder.exists:
             raise OptionsError(f"{folder.path} must be in a file system that all machines share")
     accelerator.init_trackers("tensorboard")
@@ -148,7 +148,7 @@ def train(
             )
 
     def save(trained: DraftHead) -> None:
-        """Write the head with its record and card; called at checkpoints and at the end."""
+        """Write the head with its record, curves and card, at checkpoints and at the end."""
         save_trained(trained, folder.path, target.dtype, binary=request.binary)
         write_record(
             folder.path,
@@ -158,6 +158,7 @@ def train(
             seconds=trainer.seconds,
             data={**records, **trainer.counts},
         )
+        draw_curves(folder.metrics(), folder.path / CURVES_FILE)
         write_card(folder.path, folder.metrics(), fingerprint)
 
     trainer = Trainer(
@@ -176,7 +177,6 @@ def train(
         if (summary := describe_counts(trainer.counts)) is not None:
             log.warning("%s", summary)
         save(trained)
-        draw_curves(folder.metrics(), folder.path / CURVES_FILE)
         shutil.rmtree(stored, ignore_errors=True)
     accelerator.wait_for_everyone()
     accelerator.end_training()  # closes the connection between the processes
@@ -220,7 +220,7 @@ def _open_features(
         store.select(states)
     except ValueError as error:
         command = f"eagle-fsd train features --head-type {config.head_type}"
-        raise ValueError(f"{error}; run {command}") from None
+        raise ValueError(f"{error}; run {command}, or pass --data instead") from None
     given_length = length if "max_length" in config.model_fields_set else None
     for option, given, stored in (
         ("max_length", given_length, fingerprint["max_length"]),

@@ -1,8 +1,8 @@
 """Have a target write whole chats: the user's messages and its answers to them.
 
 A model that was tuned on chats continues the chat template's header of a user's message with such a
-message (Magpie, arXiv 2406.08464). A chat depends on its index and the seed only. Start with
-:func:`synthesize`.
+message (Magpie, arXiv 2406.08464). With the same options, a chat depends on its index only, except
+for rounding. Start with :func:`synthesize`.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def synthesize(
 ) -> ChatFile:
     """Write ``request.count`` chats, resuming an interrupted run.
 
-    While it runs, all new chats are in ``OUT.part0``, in order of completion. ``progress`` counts
-    the ``writing`` of usable chats. Raises ValueError if the chat template shows no header of a
-    user's message, the target writes few usable chats, or the finished output has more chats than
-    ``request.count`` or other options.
+    While it runs, all new chats are in ``OUT.part0``, in order of completion. ``progress`` reports
+    ``writing`` (in usable chats). Raises ValueError if the chat template shows no header of a
+    user's message, the target writes few usable chats, or the output has more chats than
+    ``request.count`` or was written with other options; KeyboardInterrupt if a signal stops it.
     """
     config = config or SynthesizeConfig()
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:

@@ -53,7 +53,7 @@ from eagle_fsd.utils.signals import StopSignals
 
 log = logging.getLogger(__name__)
 
-#: Number of held-out chats whose prompts are decoded at each validation.
+#: Maximum number of held-out chats whose prompts are decoded at each validation.
 MAX_DECODED_PROMPTS = 16
 
 #: Numbers of chats and tokens that were read, and their names in checkpoints. A chat counts once in
@@ -75,12 +75,12 @@ def describe_counts(counts: Mapping[str, int]) -> str | None:
     return f"of {counts['chats']:,} chats read in all epochs, {found}" if found else None
 
 
-#: Signals after which the main process completes the step and ends the training.
+#: Signals after which a training process completes the step and ends the training.
 SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
 def _leave_process_group(_: int) -> None:
-    """Detach a worker from the process group, whose signals the main process handles.
+    """Detach a worker from the process group, whose signals its parent handles.
 
     A signal that is pending is discarded.
     """
@@ -88,7 +88,7 @@ def _leave_process_group(_: int) -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with which the main process ends its workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with which the parent ends its workers
 
 
 class _Loader(DataLoader[Any]):
@@ -195,12 +195,14 @@ class Trainer:
         if newest is not None:
             self.accelerator.load_state(str(newest))
             log.info("resuming from step %d", self.step)
+        unvalidated = self.step >= self.steps and not self.folder.is_validated(self.step)
+        self.accelerator.wait_for_everyone()  # until all have read the metrics, before they change
         if self.accelerator.is_main_process:
             self.folder.rewind_metrics(self.step)
             if self.on_metrics is not None:
                 read = {"chats": len(self.chats), "epochs": self.epochs}
                 self.on_metrics({"kind": "start", "step": self.step, "steps": self.steps, **read})
-        if self.step >= self.steps and not self.folder.is_validated(self.step):
+        if unvalidated:
             self._validate()  # a lower limit ended the training at this checkpoint
         with StopSignals("this step") as signals:
             batches = self._batches()

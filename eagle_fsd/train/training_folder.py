@@ -7,10 +7,9 @@
     checkpoints/step-N/    the newest two checkpoints
     tensorboard/           the metrics as TensorBoard events
     features/              the target's features, if they are stored; deleted at the end
-    config.json, model.safetensors or pytorch_model.bin, README.md, training.json
+    config.json, model.safetensors or pytorch_model.bin, README.md, curves.png, training.json
                            the head at the newest checkpoint
     token_ranks.safetensors    the tokens that an EAGLE-1/2 head with a draft vocabulary drafts
-    curves.png             at the end
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class TrainingFolder:
     def prepare(
         self, config: TrainConfig, fingerprint: dict[str, Any], overwrite: bool = False
     ) -> None:
-        """Create a usable folder, or check that its training can resume; write the configuration.
+        """Create the folder, or check that its training can resume; write the configuration.
 
         Raises ValueError if the folder holds checkpoints of a training run with other options or
         another ``fingerprint`` of its data, unless ``overwrite`` is set.
@@ -83,7 +82,7 @@ class TrainingFolder:
         return json.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))["data"].get(name)
 
     def check_usable(self, allow_existing: bool) -> None:
-        """Raise ValueError unless the folder is new, empty, or holds a run that is allowed."""
+        """Raise ValueError if the folder holds other files, or a run without ``allow_existing``."""
         if self.exists:
             if not allow_existing:
                 raise ValueError(f"{self.path} exists; add --resume or --overwrite")

@@ -19,7 +19,7 @@ from eagle_fsd.model.target import Target
 from eagle_fsd.train.dataset import Example, TrainingBatch
 from eagle_fsd.train.losses import HeadLosses, loss_inputs
 
-#: Number of new tokens decoded per prompt to measure tau.
+#: Maximum number of new tokens decoded per prompt to measure tau.
 MAX_NEW_TOKENS = 64
 
 
@@ -41,7 +41,7 @@ def validation_prompts(
 ) -> list[Tensor]:
     """Return the ``[S]`` prompts before the first assistant turns of at most ``count`` chats.
 
-    Prompts whose answers could exceed ``max_length`` tokens are left out.
+    Empty prompts, and those that could exceed ``max_length`` tokens with an answer, are left out.
     """
     examples = (item for item in map(data.__getitem__, chats) if any(item.assistant_mask))
     prompts = (torch.tensor(item.ids[: item.assistant_mask.index(True)]) for item in examples)

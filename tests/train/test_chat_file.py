@@ -198,6 +198,7 @@ MALFORMED_TURNS: list[tuple[Any, str, str]] = [
     ({"role": "tool", "content": "4", "name": "\ud83d"}, "lone surrogate", "turn 2"),
     ({"role": "assistant", "content": " "}, "empty assistant turn", "2 is an empty assistant turn"),
     ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "malformed tool call", "turn 2"),
+    ({"role": "function_call", "content": "[]"}, "malformed tool call", "turn 2"),
     ({"role": "assistant", "tool_calls": "add"}, "malformed tool call", "turn 2 has a malformed"),
     (HELLO[0], "roles out of order", "turn 2 has the role user, not assistant"),
 ]

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,6 +167,21 @@ def test_answers_end_at_the_template_s_stop_string(
     monkeypatch.setattr(rewrite.loaded.chat_template, "stop", [stop], raising=False)
     (chat,) = rewrite(tmp_path / "cut.jsonl", [rewrite.chats[0]], temperature=0.0)
     assert chat[-1]["content"] == text.partition(stop)[0].strip()
+
+
+def test_chats_without_an_answer_are_kept_by_every_process(
+    rewrite: LocalRewriting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second process has fewer chats than the first one, and its target answers none."""
+    state = SimpleNamespace(process_index=1, num_processes=2, wait_for_everyone=lambda: None)
+    monkeypatch.setattr("eagle_fsd.train.regenerate.PartialState", lambda: state)
+    chats = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}]
+        for text in ("How many?", " apples" * 3000, "And now?")
+    ]
+    with pytest.raises(FileNotFoundError):  # the first process would write the output
+        rewrite(tmp_path / "out.jsonl", chats)
+    assert [line["index"] for line in read_jsonl(tmp_path / "out.jsonl.part1")] == [1]
 
 
 @pytest.mark.slow

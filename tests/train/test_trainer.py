@@ -113,7 +113,8 @@ def test_training_starts_from_a_head(
 ) -> None:
     """A learning rate of zero keeps all weights, the bias and an embedding included.
 
-    A training that started from a head is not resumed without it.
+    A training that started from a head is not resumed without it, but has its features stored for
+    any head.
     """
     wrapped = Target(load_target(target))
     head = EagleHead(wrapped.config, True).attach(wrapped)
@@ -127,8 +128,14 @@ def test_training_starts_from_a_head(
     assert read_losses(second).isfinite().all()
     with pytest.raises(OptionsError, match="draft_vocab_size must be that of --head, 1024; got 9"):
         train("third", head=second, draft_vocab_size=9)
+    with pytest.raises(OptionsError, match="bias must be that of --head, True; got False"):
+        train("third", head=second, bias=False)
     with pytest.raises(ValueError, match=r"cannot be resumed: head was .*first', is None"):
         train_here(data, second, target, resume=True, **no_updates)
+    stored = {"store_features": True, "dtype": "float32", "max_steps": 2}
+    with killed(TrainingFolder, "append_metrics", 1):
+        train("third", head=second, **stored)
+    train("third", resume=True, **stored)  # there was no checkpoint yet
 
 
 def test_chats_are_truncated_where_attention_changes(
@@ -210,9 +217,14 @@ def test_other_trainings_resume_to_the_same_weights(train: Train, tmp_path: Path
 
 
 def test_checkpoint_saves_a_usable_head(
-    train: Train, uninterrupted: Path, target: Path, tmp_path: Path
+    train: Train,
+    uninterrupted: Path,
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Interrupted training leaves a usable head; only complete training deletes stored features."""
+    monkeypatch.setattr("eagle_fsd.train.run.draw_curves", lambda _, path: path.touch())
     stored = {**VALIDATED, "store_features": True, "dtype": "float32"}
     with killed(*IN_MID_EPOCH):
         train(**stored)
@@ -227,6 +239,7 @@ def test_checkpoint_saves_a_usable_head(
     record = json.loads((out / "training.json").read_text())
     assert (record["steps"], record["settings"]["epochs"]) == (6, 20)
     assert (out / "README.md").exists()
+    assert (out / "curves.png").exists()  # the card links it
     train(resume=True, **stored)
     assert not (out / "features").exists()
     assert read_losses(out).tolist() == pytest.approx(read_losses(uninterrupted).tolist(), rel=0.1)
