@@ -39,9 +39,9 @@ def evaluate(
         tuple[MethodName, ...],
         Parameter(
             name=("--method", "-m"),
-            help="Methods to compare: fsd uses the settings of this command, and is skipped beside"
-            " exact without a threshold; hf is Hugging Face's generate, rules are other acceptance"
-            " rules from the literature.",
+            help="Methods to compare: fsd uses the settings of this command, and is skipped if"
+            " exact has the same; hf is Hugging Face's generate, rules are other acceptance rules"
+            " from the literature.",
         ),
     ] = DEFAULT_METHODS,
     formats: Annotated[

@@ -23,10 +23,11 @@ def lm_eval(
 
     Example: eagle-fsd lm-eval --tasks gsm8k --limit 100 --batch_size 8 --model_args threshold=0.1
 
-    --model_args: target (or pretrained), drafter, dtype, device, chat_template, settings, method
-    (fsd or ar); the draft tree's total_tokens, depth, tree_top_k; and every acceptance option, such
-    as threshold, divergence, min_ratio. --gen_kwargs: do_sample, temperature, top_p, top_k, min_p,
-    seed, until, max_gen_toks. The harness's commands ls and validate work, too.
+    --model_args: target (or pretrained), drafter, dtype, device, quantize, draft_vocabulary,
+    chat_template, settings, method (fsd or ar); the draft tree's total_tokens, depth, tree_top_k;
+    and every acceptance option, such as threshold, divergence, min_ratio. --gen_kwargs: do_sample,
+    temperature, top_p, top_k, min_p, seed, until, max_gen_toks. The harness's commands ls and
+    validate work, too.
     """
     try:
         from eagle_fsd.evaluation.lm_eval_model import run_harness

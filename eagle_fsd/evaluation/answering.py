@@ -37,8 +37,8 @@ from eagle_fsd.utils.text import before_stop
 
 #: Maximum number of positions whose distributions are in memory at once.
 LIKELIHOOD_CHUNK = 512
-#: Maximum number of answers per row of the batch that a method decodes before the next method: the
-#: batch is full except at the end of these answers.
+#: Maximum number of answers per row of the batch that a method decodes before the next method, but
+#: at least those to one question: the batch is full except at the end of these answers.
 ANSWERS_PER_ROW = 4
 #: Minimum number of groups of questions per method, if there are enough to fill a batch: intervals
 #: of speeds are over groups.
@@ -202,7 +202,7 @@ class PairAnswerer(Answerer[Method]):
         self.memory = PeakMemory(self.model.target.device)
         self.ends = answer_ends(self.model, self.chat_template)
         self._pairs: dict[str, EagleFSD] = {}
-        # Methods often give equal answers, which are scored once.
+        # Methods often give equal answers, whose log-probabilities are computed once.
         kept = max(1, len(self.methods)) * ANSWERS_PER_ROW * self.config.batch
         self._log_probs = lru_cache(kept)(self._compute_log_probs)
 

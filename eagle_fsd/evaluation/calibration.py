@@ -151,12 +151,12 @@ class Task:
         selects: bool = False,
         first: int | None = None,
     ) -> Report | None:
-        """Answer the first questions with methods; in a subfolder, without judge and baseline."""
+        """Answer the first questions with methods; in a subfolder, without judge."""
         request, config = self.selecting if selects else (self.request, self.config)
         # Answers are decoded without compilation, which only speeds depend on.
         unused: dict[str, Any] = {"compile": False}
         if folder:
-            unused |= {"judge_base_url": None, "baseline": None, "assistant": None}
+            unused["judge_base_url"] = None
         return run_evaluation(
             self.model,
             questions,
@@ -214,13 +214,13 @@ def calibrate(
     elif install:
         raise OptionsError(f"--install writes fsd.json, which cannot hold {engine}'s settings")
     check_sampling(config)
-    if request.assistant and config.answer_batch > 1:
-        raise OptionsError(
-            "--assistant requires --answer-batch 1: assisted generation has no batches"
-        )
+    if request.baseline:
+        raise OptionsError("--baseline is not supported by calibrate, which does not time it")
+    selection = selection or SelectionConfig()
+    if selection.select_regret is not None and config.measure != "accuracy":
+        raise OptionsError(f"--select-regret requires --measure accuracy; got {config.measure}")
     if request.questions == "bundled":
         request = request.updated(count=request.count or DEFAULT_COUNT)
-    selection = selection or SelectionConfig()
     selecting, used, fresh = read_stages(request, config, selection, progress)
     model = load_share(request, settings)
     model.acceptance = given_acceptance(settings)

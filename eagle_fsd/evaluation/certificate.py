@@ -9,11 +9,7 @@ from typing import Any
 
 from eagle_fsd.evaluation.config import LossBounds
 from eagle_fsd.evaluation.questions.question import Question
-from eagle_fsd.evaluation.statistics import (
-    confidence_per_test,
-    least_questions,
-    loss_bound,
-)
+from eagle_fsd.evaluation.statistics import confidence_per_test, least_questions, loss_bound
 from eagle_fsd.evaluation.tables import Row, measured, points_text
 from eagle_fsd.model.config import Certificate, SamplingConfig
 from eagle_fsd.utils.options import OptionsError
@@ -81,7 +77,7 @@ def split_questions(questions: Sequence[Question]) -> tuple[list[Question], list
 
 
 def without_repeated(questions: Sequence[Question], used: Sequence[Question]) -> list[Question]:
-    """Leave out questions that ask what one that was used asks, whatever precedes it."""
+    """Leave out questions whose turns are those of a used one, whatever precedes them."""
     known = {question.turns for question in used}
     return [item for item in questions if item.turns not in known]
 

@@ -40,7 +40,7 @@ class EvaluationRequest(PairOptions):
         None,
         ge=1,
         description="Number of questions, spread evenly over the set's categories; default: all"
-        " of them, tune 32; of the bundled questions 100, calibrate 2000, bench 20.",
+        " of them, tune 32; of bundled 100, calibrate 2000, bench 20; of bundled-edits 100.",
     )
     skip: int = Field(
         0,
@@ -59,9 +59,9 @@ class EvaluationRequest(PairOptions):
         None,
         ge=0,
         le=100,
-        description="Show this many worked examples, the set's first questions, before every"
-        " question. Required for a target without chat template; with 0, it continues the prompt as"
-        " it is.",
+        description="Show this many worked examples, the set's first questions with an answer,"
+        " before every question. Required for a target without chat template; with 0, it continues"
+        " the prompt as it is.",
     )
     out: Path | None = Field(
         None,
@@ -69,7 +69,7 @@ class EvaluationRequest(PairOptions):
         " runs/COMMAND/QUESTIONS, but nothing is kept by bench.",
     )
     baseline: Literal["hf"] | None = Field(
-        None, description="'hf': also measure Hugging Face's generate."
+        None, description="'hf': also measure Hugging Face's generate (not in calibrate)."
     )
     assistant: str | None = Field(
         None,
@@ -337,4 +337,6 @@ class ServerOptions(LossBounds):
         if given and not self.servers:
             name = min(given).replace("_", "-")
             raise ValueError(f"--{name} requires --server")
+        if self.certify is None and (unused := given.keys() & {"engine", "max_drop"}):
+            raise ValueError(f"--{min(unused).replace('_', '-')} requires --certify")
         return self

@@ -14,8 +14,8 @@ from eagle_fsd.evaluation.tables import Row
 ONE_SIDED = 0.975
 #: How far intervals extend the range of a plot, as a fraction of the range of the points.
 MAX_EXTENSION = 0.3
-#: Range below the best quality that a plot always shows: nats per token without accuracies,
-#: percentage points with them.
+#: Range below the best quality within which a plot shows every method: nats per token without
+#: accuracies, percentage points with them.
 VISIBLE_NATS, VISIBLE_POINTS = 0.1, 6.0
 
 
@@ -134,8 +134,8 @@ def speed_range(found: Sequence[Point]) -> Interval:
 def quality_range(found: Sequence[Point]) -> Interval:
     """Return the range of qualities that a plot shows.
 
-    It reaches down to :data:`VISIBLE_NATS` or :data:`VISIBLE_POINTS` below the best method, or to
-    the median method if that is worse, because a few bad settings would compress the rest.
+    It reaches down to the worst method, but at most :data:`VISIBLE_NATS` or :data:`VISIBLE_POINTS`
+    below the best, or to the median if that is worse: a few bad settings would compress the rest.
     """
     visible = VISIBLE_NATS if found[0].row["accuracy"] is None else VISIBLE_POINTS
     best = max(point.quality for point in found)

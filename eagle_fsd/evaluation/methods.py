@@ -52,7 +52,7 @@ class Method:
         """Return a copy of the pair with this method's acceptance settings and tree."""
         pair = copy.copy(model)
         pair.acceptance = model.acceptance.overridden(self.acceptance)
-        pair.tree = self.tree or model.tree_for(pair.acceptance)
+        pair.tree = self.tree or (model.tree if self.rule else model.tree_for(pair.acceptance))
         if self.tree is None:
             pair.batch_trees = model.batch_trees
         return pair
@@ -156,7 +156,7 @@ def find_methods(names: Sequence[str | Method]) -> list[Method]:
 
 
 def decoded_methods(methods: Sequence[Method], model: EagleFSD) -> list[Method]:
-    """Drop the method ``fsd`` if it has no threshold, and ``exact`` decodes the same anyway."""
+    """Drop the method ``fsd`` if ``exact`` is among the methods and has the same settings."""
     repeats = EXACT in methods and FSD.describe(model) == EXACT.describe(model)
     return [method for method in methods if method != FSD or not repeats]
 

@@ -1,9 +1,9 @@
 """Figures of a report, drawn without a display: quality against speed, with 95% intervals.
 
 ``tradeoff`` shows what most readers ask for: exact decoding, FSD by threshold, the calibrated
-setting, the baseline, and the Pareto front of all methods. ``methods`` shows every method. Both are
-written as PNG and SVG; pages contain the SVG. At a width of 800 pixels a point of type is 1.4
-pixels, so that the smallest type is about 10.
+setting, and a baseline. ``methods`` shows all methods but baselines. Both show the Pareto front of
+these, and are written as PNG and SVG; pages contain the SVG. At a width of 800 pixels a point of
+type is 1.4 pixels, so that the smallest type is about 10.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ LABEL_PLACES = [
 def draw_figures(report: dict[str, Any], folder: Path) -> None:
     """Draw the figures of a report, and add the names of the PNG files to it as ``figures``.
 
-    :data:`METHODS` is drawn only if :data:`TRADEOFF` leaves methods out. Nothing is drawn or added
-    if no method can be compared with the reference.
+    :data:`METHODS` is drawn only if :data:`TRADEOFF` leaves out any of its methods. Nothing is
+    drawn or added if only baselines, or no method, can be compared with the reference.
     """
     import matplotlib
 

@@ -396,7 +396,7 @@ def evaluate(
         request: What to evaluate.
         config: How answers are decoded; default: ``EvaluationConfig()``.
         methods: Methods, or names from :data:`~eagle_fsd.evaluation.config.METHOD_NAMES`. The
-            request's baseline is added. Without a threshold, ``fsd`` is skipped beside ``exact``.
+            request's baseline is added. ``fsd`` is skipped if ``exact`` has the same settings.
         settings: Tree and acceptance options that override the drafter's ``fsd.json``.
         progress: Reports progress.
         on_report: Called with the report as soon as it is complete, or when the judge has failed.
@@ -406,7 +406,7 @@ def evaluate(
 
     Raises:
         OptionsError: A method is unknown, or options contradict each other.
-        LoadError, CheckpointError: The target or the head cannot be loaded.
+        LoadError, CheckpointError: The target or the drafter cannot be loaded.
         QuestionSetError, QuestionError: The questions cannot be found or read.
         GraderError: A user's grader failed; the answers are kept.
         JudgeError: The judge failed; the report is written without its ratings.

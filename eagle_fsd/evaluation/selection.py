@@ -135,9 +135,9 @@ def check_accuracy(exact: Row, max_drop: float) -> None:
     points = 100 * (exact["accuracy"] or 0.0)
     if points < min(100.0, max(MIN_ACCURACY, MIN_ACCURACY_TO_LOSS * max_drop)):
         raise ValueError(
-            f"the accuracy of exact decoding is only {points:.1f}%, too low for a bound of"
-            f" {max_drop:g} points ({exact['cut_off']} answers were cut off); check"
-            " --max-new-tokens and the chat template"
+            f"the accuracy of exact decoding is only {points:.1f}%, too low for --max-drop"
+            f" {max_drop:g} ({exact['cut_off']} answers were cut off); check --max-new-tokens and"
+            " the chat template"
         )
 
 

@@ -1,8 +1,8 @@
 """Sweep over a grid of acceptance settings: tables, conclusions, and figures.
 
 Every method decodes with its own best tree: the trees of all methods are predicted from recorded
-accepted lengths (see :mod:`eagle_fsd.evaluation.search`). One that is predicted to be slower than
-:data:`MIN_SPEED` times exact decoding is not measured.
+accepted lengths (see :mod:`eagle_fsd.evaluation.search`). A method whose predicted speed is below
+:data:`MIN_SPEED` times that of exact decoding is not measured.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def sweep(
 ) -> Report | None:
     """Evaluate every setting of a grid, and draw quality against speed.
 
-    Writes the figures ``tradeoff`` and ``methods`` beside the report, as PNG and SVG. A ring marks
-    the settings of the pair's ``fsd.json``, with those given here.
+    Writes the figures of :mod:`~eagle_fsd.evaluation.plots` beside the report. A ring marks the
+    settings of the pair's ``fsd.json``, which those given here override.
 
     Arguments, exceptions and report are as in :func:`~eagle_fsd.evaluation.runner.evaluate`; with
     ``rules``, the acceptance rules from the literature are evaluated, too. With ``answer_batch``,

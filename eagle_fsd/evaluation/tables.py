@@ -148,7 +148,7 @@ def _judge(row: Row) -> dict[str, str]:
 
 def _filters(row: Row) -> dict[str, str]:
     values = dict(row.get("harness") or {})
-    if values and "prompt, strict" not in values:  # that of IFEval is the accuracy
+    if values and "prompt, strict" not in values:  # which is the accuracy itself
         values = {"eagle-fsd": row["accuracy"], **values}
     return {name: number_text(value, ".1%") for name, value in values.items()}
 
@@ -194,7 +194,7 @@ def tree_text(row: Row) -> str:
 
 
 def method_text(row: Row) -> str:
-    """Return a method's name with its tree and, for ``fsd``, the settings that are not defaults."""
+    """Return a method's name with its tree and, for ``fsd``, its rule and non-default settings."""
     settings = row.get("settings") or {}
     parts = []
     if row["method"] == "fsd" and settings.get("method") not in (None, "exact", "server"):

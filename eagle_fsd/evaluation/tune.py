@@ -15,12 +15,7 @@ from eagle_fsd.evaluation.methods import EXACT, FSD, PLAIN
 from eagle_fsd.evaluation.questions.sets import requested_questions
 from eagle_fsd.evaluation.runner import load_share
 from eagle_fsd.evaluation.search.prediction import PLAIN_TREE, LengthRecorder, measure_costs
-from eagle_fsd.evaluation.search.search import (
-    TreeRace,
-    TreeSearch,
-    fastest_first,
-    race_exact,
-)
+from eagle_fsd.evaluation.search.search import TreeRace, TreeSearch, fastest_first, race_exact
 from eagle_fsd.evaluation.search.workload import Workload
 from eagle_fsd.evaluation.settings_file import settings_files, settings_values
 from eagle_fsd.evaluation.tables import Table, number_text

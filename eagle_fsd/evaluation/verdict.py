@@ -117,7 +117,7 @@ def conclusions(report: dict[str, Any], margins: Sequence[float] = MARGINS) -> l
             for row in compared
             if is_faster(row) and row["against_exact"]["loss_limit"] <= margin
         ]
-        start = f"Fastest with a loss of accuracy of at most {100 * margin:g} points {proof}:"
+        start = f"Fastest within a {100 * margin:g}-point loss of accuracy {proof}:"
         if passed:
             best = max(passed, key=lambda row: row["speed_over_exact"])
             sentences.append(f"{start} {comparison_text(report, best)}")

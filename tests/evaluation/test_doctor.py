@@ -46,6 +46,7 @@ from eagle_fsd.evaluation.doctor.checks import (
 )
 from eagle_fsd.evaluation.doctor.diagnosis import GENERAL_QUESTIONS, diagnose
 from eagle_fsd.evaluation.doctor.measurements import MeasuredAnswer, Measurements
+from eagle_fsd.evaluation.doctor.settings import find_settings
 from eagle_fsd.evaluation.doctor.templates import TurnTemplate, candidate_templates
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 from eagle_fsd.model.drafters.draft_model import DraftModel
@@ -255,6 +256,21 @@ def test_head_with_the_vocabulary_of_the_target(healthy: Measurements) -> None:
     assert head.token_ids is None
 
 
+@pytest.mark.usefixtures("no_templates")
+def test_advice_fits_the_kind_of_head(healthy: Measurements) -> None:
+    """Only EAGLE-3 heads have layer ids and a map; only others draft as many tokens as asked."""
+    for folder, is_eagle3 in ((BUNDLED_EAGLE3, True), (BUNDLED_HEAD, False)):
+        head = loaded(healthy, folder)
+        if not is_eagle3:
+            head.restrict_vocabulary(torch.arange(200))
+        steps = {item.check: item.step for item in find_settings(head, healthy.model.target)}
+        assert ("layer ids" in steps["hidden states"]) is is_eagle3
+        assert ("d2t" in steps["vocabulary"]) is is_eagle3
+    found = findings(with_drafter(healthy, head))["vocabulary"]
+    assert found.level == "note"
+    assert str(found.step).endswith("or a larger --draft-vocabulary")
+
+
 def test_answers_end_at_stop_strings(healthy: Measurements) -> None:
     template = TokenizerTemplate(healthy.model.tokenizer)
     template.stop = (" has",)
@@ -394,6 +410,8 @@ def test_depth_context_length_and_tree(healthy: Measurements) -> None:
         "accepted 80.0% at depth 1, 50.0% from depth 3 on",
         "train the head on its own outputs: eagle-fsd train --unroll 3",
     )
+    eagle3: Any = SimpleNamespace(model=SimpleNamespace(drafter=None), by_depth=rows(0.8, 0.7, 0.5))
+    assert str(check_depth(eagle3).step).endswith("--unroll 7")
     for shares in ((0.8, 0.7, 0.7), (0.8, 0.7)):
         assert check(check_depth, by_depth=rows(*shares)).level == "ok"
 

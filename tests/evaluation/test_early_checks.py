@@ -13,7 +13,12 @@ from eagle_fsd import OptionsError
 from eagle_fsd.evaluation import calibration, runner
 from eagle_fsd.evaluation import sweep as sweep_module
 from eagle_fsd.evaluation.calibration import calibrate
-from eagle_fsd.evaluation.config import CalibrationConfig, EvaluationRequest, LossBounds
+from eagle_fsd.evaluation.config import (
+    CalibrationConfig,
+    EvaluationRequest,
+    LossBounds,
+    SelectionConfig,
+)
 from eagle_fsd.evaluation.runner import evaluate
 from eagle_fsd.evaluation.sweep import sweep
 
@@ -66,7 +71,11 @@ def test_what_fails_later_is_found_early(
         run(EvaluationRequest(count=8, out=tmp_path / "out", grader=grader))
 
 
-def test_assisted_generation_without_batches_is_found_early(tmp_path: Path) -> None:
-    request = EvaluationRequest(count=8, out=tmp_path, baseline="hf", assistant="draft")
-    with pytest.raises(OptionsError, match="--assistant requires --answer-batch 1"):
-        calibrate(request, LossBounds(), CalibrationConfig())
+def test_options_without_effect_on_a_calibration_are_rejected(tmp_path: Path) -> None:
+    request, bounds = EvaluationRequest(count=8, out=tmp_path), LossBounds()
+    with pytest.raises(OptionsError, match="--baseline is not supported by calibrate"):
+        calibrate(request.updated(baseline="hf"), bounds)
+    config = CalibrationConfig(measure="agreement")
+    selection = SelectionConfig(select_on="gsm8k", select_regret=0.1)
+    with pytest.raises(OptionsError, match="requires --measure accuracy; got agreement"):
+        calibrate(request, bounds, config, selection=selection)

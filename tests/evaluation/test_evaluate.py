@@ -23,6 +23,7 @@ from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
 from eagle_fsd.evaluation.answer_store import CHOICE_LISTS, AnswerStore
 from eagle_fsd.evaluation.config import DEFAULT_METHODS
 from eagle_fsd.evaluation.methods import (
+    BEFORE_RESULT,
     EXACT,
     FSD,
     HF,
@@ -384,7 +385,7 @@ def test_describe_names_the_tree_of_a_method(model: EagleFSD) -> None:
     pair.batch_trees = {2: TreeConfig(total_tokens=1)}
     assert EXACT.describe(pair)["depth"] == 7
     assert EXACT.describe(pair)["batch_trees"].keys() == {"2"}
-    assert fsd_method(0.1).describe(pair)["depth"] == 9
+    assert fsd_method(0.1).describe(pair)["depth"] == BEFORE_RESULT.describe(pair)["depth"] == 9
     own = replace(EXACT, tree=TreeConfig(depth=5)).describe(pair)
     assert own["depth"] == 5
     assert "batch_trees" not in own

@@ -145,6 +145,7 @@ def test_invalid_comparisons_are_rejected(run: Run, tmp_path: Path) -> None:
         (("--certify", settings), "--certify requires two servers"),
         ((*certified, "--temperature", "1", "--min-p", "0.1"), "--min-p is not supported"),
         (("--max-drop", "2"), "--max-drop requires --server"),
+        (("--server", url, "--server", other, "--max-drop", "2"), "--max-drop requires --certify"),
         (("--judge-mode", "pair"), "--judge-mode pair requires --judge-base-url"),
         (("--server", url, "--server", other, "--server-model", "x"), "lists stub; got"),
     ):

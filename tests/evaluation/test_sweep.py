@@ -49,7 +49,7 @@ def test_conclusions_name_the_fastest_method_within_a_margin() -> None:
     ]
     wide, narrow = concluded(*rows, margins=(0.25, 0.1))
     assert wide.startswith(
-        "Fastest with a loss of accuracy of at most 25 points (exact paired bound, 95% confidence"
+        "Fastest within a 25-point loss of accuracy (exact paired bound, 95% confidence"
         " for all 3 settings): c (tree 16/8/2) decodes 1.50 times as fast as exact decoding (95%"
         " interval 1.49 to 1.51) and 3.75 times as fast as plain decoding; of 100 questions it"
         " loses 10 and gains 0, so with 95% confidence its loss of accuracy is at most "

@@ -31,8 +31,8 @@ from eagle_fsd.utils.text import one_line
 _CHILD = Path(__file__).with_name("child.py")
 #: The path of ``child.py`` in the sandbox.
 _INSIDE = "/child.py"
-#: User ids for root's sandboxes, which systemd reserves for temporary use. Each sandbox has one of
-#: its own, because threads are counted by user.
+#: User ids for root's sandboxes, which systemd reserves for temporary use. Each sandbox takes one
+#: at random, because threads are counted by user.
 _USER_IDS = range(61184, 65520)
 #: Maximum number of threads in a sandbox, including bubblewrap's process.
 MAX_THREADS = 8

@@ -22,7 +22,7 @@ from eagle_fsd.model.target import LAST, Target
 
 #: Maximum number of positions whose distributions are in memory at once.
 CHUNK = 512
-#: ``K``, of which the sum is taken.
+#: ``K``: the sum is taken over these tokens only.
 TOP_TOKENS = 32
 
 

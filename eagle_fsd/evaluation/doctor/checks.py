@@ -73,7 +73,7 @@ class Finding:
 def check_settings(measured: Measurements, agreement: Agreement) -> list[Finding]:
     """Check all settings in the order of repair and then, if they fit, the target.
 
-    Nothing is concluded from fewer than :data:`MIN_COUNT` answer tokens.
+    Except for damage, nothing is concluded from fewer than :data:`MIN_COUNT` answer tokens.
     """
     settings = find_settings(agreement.drafter, agreement.target)
     if agreement.own.isnan().any():
@@ -102,14 +102,14 @@ def _damage(agreement: Agreement, dtype: str) -> Finding:
     evidence = f"{dtype}; {share:.1%} of the draft's distributions are NaN or infinite"
     if weights:
         evidence += f", as are values of {', '.join(list(weights)[:3])}"
-    step = "replace the drafter's files: its weights are damaged"
+    step = "replace the drafter's files: its weights are damaged, or far too large"
     if drafter.dtype != torch.float32 and not any(item.isnan().any() for item in weights.values()):
         step = f"pass --dtype float32 or bfloat16; if that does not help, {step}"
     return Finding("dtype", "problem", evidence, step)
 
 
 def _compare(agreement: Agreement, setting: DrafterSetting) -> tuple[float, Finding]:
-    """Return a setting's finding, after the gain in agreement if it is a problem, else 0.0."""
+    """Return the gain in agreement if a setting is a problem, else 0.0, and the finding."""
     tried, own = {}, agreement.mean
     try:
         for name, changes in setting.alternatives:
@@ -134,9 +134,9 @@ def _compare(agreement: Agreement, setting: DrafterSetting) -> tuple[float, Find
         clear = gain > max(setting.min_gain, MIN_ERRORS * error)
         if clear and share > agreement.chance + CHANCE_MARGIN:
             return gain, Finding(setting.check, "problem", evidence, setting.step.format(name))
-    step = (
-        "use a draft vocabulary that covers such text: a larger --draft-vocabulary, or another head"
-    )
+    step = "use a head whose draft vocabulary covers such text"
+    if isinstance(agreement.drafter, EagleHead):
+        step += ", or a larger --draft-vocabulary"
     return 0.0, Finding.note(coverage < MIN_COVERAGE, setting.check, evidence, step)
 
 
@@ -219,7 +219,8 @@ def check_depth(measured: Measurements) -> Finding:
     first = rows[0]["accepted"]
     later = sum(row["steps"] * row["accepted"] for row in deep) / total
     evidence = f"accepted {first:.1%} at depth 1, {later:.1%} from depth 3 on"
-    step = "train the head on its own outputs: eagle-fsd train --unroll 3"
+    runs = 3 if isinstance(measured.model.drafter, EagleHead) else 7  # the default of EAGLE-3
+    step = f"train the head on its own outputs: eagle-fsd train --unroll {runs}"
     return Finding.note(later < MIN_DEEP_RATIO * first, "depth", evidence, step)
 
 

@@ -50,7 +50,9 @@ def find_settings(drafter: LevelDrafter, target: Target) -> list[DrafterSetting]
     step = f"pass another --dtype: {own} is not precise enough for this drafter"
     found = [DrafterSetting("dtype", f"{own}; target {theirs}", step, _float32(drafter))]
     if drafter.reads:
-        step = "correct the layer ids in the head's config.json, so that it reads {}"
+        step = "train the head again, on the last hidden state: this one fits {}"
+        if isinstance(drafter, Eagle3Head):
+            step = "correct the layer ids in the head's config.json, so that it reads {}"
         reads = other_reads(drafter, target)
         others = [(_describe_reads(item), [(drafter, "reads", item)]) for item in reads]
         value = _describe_reads(drafter.reads)
@@ -64,11 +66,11 @@ def find_settings(drafter: LevelDrafter, target: Target) -> list[DrafterSetting]
             step = "remove embed_tokens from the head's weights: {} fits"
             shared: Alternatives = [("the target's", [(drafter, "embed_tokens", None)])]
             found.append(DrafterSetting("embedding", "the head's own", step, shared))
-    ids, value = drafter.token_ids, "the target's"
+    ids = drafter.token_ids
+    value = "the target's" if ids is None else f"{len(ids):,} tokens"
     step = "use a drafter with the target's tokenizer: {} fits this one"
     maps: list[tuple[str, list[Change]]] = []
-    if ids is not None:
-        value = f"{len(ids):,} tokens"
+    if ids is not None and isinstance(drafter, Eagle3Head):
         step = "export the head again with the d2t and t2d that it was trained with: {} fits"
         offsets = ids - torch.arange(len(ids), device=ids.device)
         if not (ascending := ids.sort().values).equal(ids):

@@ -168,17 +168,18 @@ def requested_questions(
     examples = suitable[:shots]
     shown = {item.question_id for item in examples}
     rest = [item for item in questions if item.question_id not in shown]
+    if len(examples) < shots or not rest:
+        raise QuestionSetError(
+            f"--few-shot {shots} requires {shots + 1} questions, {shots} of them with one turn, no"
+            " earlier turns, and an answer that is neither code nor a regular expression;"
+            f" {name!r} has {len(questions)}, {len(suitable)} of them of this kind"
+        )
     if request.skip:
         skipped = {item.question_id for item in balanced_subset(rest, request.skip)}
         rest = [item for item in rest if item.question_id not in skipped]
         if not rest:
-            raise QuestionSetError(f"--skip {request.skip} leaves no question of {name!r}")
-    if len(examples) < shots or not rest:
-        raise QuestionSetError(
-            f"--few-shot {shots} requires {shots + 1} questions, {shots} of them with one turn and"
-            " an answer that is neither code nor a regular expression;"
-            f" {name!r} has {len(suitable)}"
-        )
+            asked = f"{name!r} has {len(questions) - shots} to ask"
+            raise QuestionSetError(f"--skip {request.skip} leaves no question: {asked}")
     system = (("system", request.system),) if request.system else ()
     pairs = tuple(
         message

@@ -49,7 +49,6 @@ TREES_FILE = "trees.json"
 SPEED_FIELDS = (
     *("tokens_per_second", "latency", "speedup", "speedup_interval"),
     *("speed_over_exact", "speed_over_exact_interval"),
-    *("speed_over_hf", "speed_over_hf_interval"),
 )
 
 
