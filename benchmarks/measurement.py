@@ -642,8 +642,8 @@ def save_report(
 ) -> None:
     """Print the tables, and save them as JSON and Markdown.
 
-    The files are called ``name`` and the device's type. If not ``finished``, nothing is printed,
-    and the files say that they are incomplete; they remain if the script is killed.
+    The files are named after ``name`` and the device's type. If not ``finished``, nothing is
+    printed, and the files say that they are incomplete; they remain if the script is killed.
     """
     environment = describe_environment()
     machine, versions = environment["machine"], environment["versions"]

@@ -70,7 +70,7 @@ class LocalBackend:
     """A pair in this process, under one or several names.
 
     One thread tokenizes prompts, because a long one takes seconds, in which answers must continue
-    to stream; another compiles grammars, of which some take as long, while prompts are tokenized.
+    to stream; another compiles grammars, some of which take as long, so that prompts do not wait.
     """
 
     def __init__(

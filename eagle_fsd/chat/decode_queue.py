@@ -119,7 +119,7 @@ class Job(Generic[Task]):
             self.cancel()
 
     def publish(self, update: Any) -> None:
-        """Send an update, a result, an error, or None at the end, from the decoding thread."""
+        """Send an update, a result, an error, or None at the end, from any thread."""
         try:
             self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
         except RuntimeError:  # the loop is closed

@@ -38,7 +38,7 @@ class Grammar(AnswerProcessor):
     """Mask the tokens with which an answer cannot be completed to a string of the grammar.
 
     The matcher is moved to the prefix of each node, which shares most tokens with that of the node
-    before; copies share it.
+    before. Copies of a grammar share the matcher.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:

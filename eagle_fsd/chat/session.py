@@ -52,8 +52,8 @@ def fit_chat(
     """Tokenize a chat, dropping its oldest turns until there is room for an answer.
 
     A question is dropped together with its answer. System messages move to the front; they and the
-    last question stay, and all messages unless ``drop``. Returns ``[1, S]`` token ids and the
-    number of dropped messages. Raises ContextLengthError if what stays does not fit, and ValueError
+    last question are never dropped, without ``drop`` nothing is. Returns ``[1, S]`` token ids and
+    the number of dropped messages. Raises ContextLengthError if the rest does not fit, ValueError
     if the template rejects the chat.
     """
     system = [message for message in chat if message["role"] == "system"]
@@ -160,9 +160,9 @@ class ChatAnswer:
         return pieces()
 
     def join(self, batch: Batch) -> Answer:
-        """Add the request to a batch, and return what the batch's chunks belong to.
+        """Add the request to a batch, and return its :class:`Answer` there.
 
-        Cancel that if a stop string ends the answer. Raises as :meth:`EagleFSD.request`.
+        Cancel that in the batch if a stop string ends it. Raises as :meth:`EagleFSD.request`.
         """
         ids, options = self._request.ids[0], self._options()
         if options["logits_processor"]:  # which read it on the device

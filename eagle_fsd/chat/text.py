@@ -33,7 +33,7 @@ class Piece:
 
 
 class TokenDecoder:
-    """Decodes single tokens of a fast tokenizer; raises ValueError for others.
+    """Decode single tokens of a fast tokenizer; raises ValueError for others.
 
     A token of a byte-level vocabulary, or of byte fallback, may be a part of a character. Spaces at
     the beginning of a token are kept, even where a tokenizer drops the first one of a text.

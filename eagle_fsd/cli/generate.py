@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from eagle_fsd.model.stats import DecodeStats
 
 
-#: Steps from which an answer shows whether drafting pays.
+#: Minimum number of steps of an answer that shows whether drafting pays.
 MIN_STEPS = 16
 #: Tokens that are decoded to see why FSD accepts nothing.
 PROBED_TOKENS = 64
@@ -130,7 +130,8 @@ def generate(
             if speedup and stats.tokens:
                 slower = _print_speedup(model, encoded, config, stats) < 1.0
                 _print_closed_gate(model, encoded.ids, config)
-            if slower and stats.steps >= MIN_STEPS and not as_json:
+            drafted = model.tree_for(model.acceptance).total_tokens > 1
+            if slower and drafted and stats.steps >= MIN_STEPS and not as_json:
                 _print_advice(stats)
 
 
@@ -210,9 +211,8 @@ def _print_advice(stats: DecodeStats) -> None:
     draft, target = stats.seconds["draft"], stats.seconds["target"]
     timed = f": drafting took {draft:.1f} s, the target's passes {target:.1f} s" if target else ""
     err.print(
-        f"Plain decoding (--plain) would be faster{timed}. Draft fewer tokens (--draft-vocabulary,"
-        " after eagle-fsd train ranks), try smaller trees (eagle-fsd tune), or see eagle-fsd doctor"
-        " for why few are accepted.",
+        f"Plain decoding (--plain) would be faster{timed}. Try smaller trees (eagle-fsd tune), or"
+        " see what eagle-fsd doctor recommends."
     )
 
 

@@ -230,7 +230,7 @@ def worker(
 def _load(
     server: Server, pair: Pair, tree: TreeConfig, acceptance: AcceptanceConfig, limits: Limits
 ) -> LocalBackend:
-    """Load the pair of a server whose port is free."""
+    """Check that a server can listen on its port, and load its pair."""
     from eagle_fsd.chat.backend import LocalBackend
     from eagle_fsd.chat.serve.connections import check_port
 

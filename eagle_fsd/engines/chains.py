@@ -51,7 +51,7 @@ class Layout:
 
     @classmethod
     def of(cls, ends: Tensor, total: int, max_length: int) -> Layout:
-        """Lay out chains, given the end of each request among ``total`` drafted tokens ``[B]``."""
+        """Lay out chains, given the ``ends`` ``[B]`` of requests among ``total`` drafted tokens."""
         ends = ends.long()
         starts = torch.cat([ends.new_zeros(1), ends[:-1]])
         counts = ends - starts
@@ -77,15 +77,15 @@ class Layout:
         """Return the chains as trees, given drafted tokens ``[T]``.
 
         A negative token, a placeholder, ends a chain: it and what follows have depth 0.
-        ``draft_logits`` ``[T, V]`` are the draft's logits from which each token was chosen. The
-        token of the root is unknown, and set to 0.
+        ``draft_logits`` ``[T, V]`` are the draft's logits from which each token was sampled, or
+        chosen greedily, which rules treat alike. The token of the root is unknown, and set to 0.
         """
         chain = torch.nn.functional.pad(tokens.long()[self.index[:, :-1]], (1, 0))
         depths = self.shape.depths * (chain >= 0).cumprod(1)
         tree = replace(self.shape, tokens=chain.clamp_min(0), depths=depths)
         if draft_logits is None:
             return replace(tree, draft_rows=torch.full_like(chain, -1))
-        return replace(tree, draft_log_probs=draft_logits.log_softmax(-1)[self.index])
+        return replace(tree, draft_log_probs=draft_logits.log_softmax(-1)[self.index], sampled=True)
 
 
 def acceptance(

@@ -138,7 +138,9 @@ def test_threshold_that_accepts_nothing_is_explained(
         assert "as fast as plain decoding" in errors
         assert ("accepts hardly anything beyond lossless decoding" in errors) == shown
         assert ("Plain decoding (--plain) would be faster: drafting took" in errors) == shown
-    assert "would be faster" not in run("generate", "--plain", "--max-new-tokens", 24, QUESTION)[2]
+    monkeypatch.setattr("eagle_fsd.cli.generate._print_speedup", lambda *_: 0.9)
+    for words in (("--plain",), ("--total-tokens", 1, "--speedup")):
+        assert "would be faster" not in run("generate", *words, "--max-new-tokens", 24, QUESTION)[2]
     assert caplog.text.count("timing a few steps to choose the draft tree") == 1
 
 

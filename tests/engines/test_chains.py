@@ -47,6 +47,7 @@ def chain(tokens: Tensor, draft: Tensor) -> DraftTree:
         draft_rows=torch.where(nodes < len(tokens), nodes, -1),
         draft_log_probs=draft[None],
         max_depth=len(tokens),
+        sampled=True,  # the draft's own choices, as in engines
     )
 
 
@@ -129,6 +130,13 @@ def test_sampled_requests_leave_exact_tokens_to_the_engine() -> None:
     assert acceptance(RULES["top-gap"], placeholders)[:, 1].tolist() == [True, False, True]
     late = torch.tensor([[0.0], [5.0], [5.0]])
     assert certain(DelayedRule(RULES["top-ratio"], 4), late) == [0.0, 1.0, 0.0]
+
+
+def test_a_drafted_token_is_the_draft_s_choice() -> None:
+    """Engines sample drafts: ``cascade`` accepts one that is not the draft's most likely token."""
+    logits, layout = torch.tensor([[2.0, 1.0, 0.0]]), Layout.of(torch.tensor([1]), 1, 1)
+    inputs = inputs_of(layout.tree(torch.tensor([1]), 2.0 * logits), logits[layout.index])
+    assert acceptance(RULES["cascade"], inputs, torch.zeros(1, dtype=torch.bool))[0, 1]
 
 
 def test_the_host_reads_nothing() -> None:

@@ -258,7 +258,7 @@ def limit_logging() -> None:
 
 
 class _RateLimit(logging.Filter):
-    """Drops records of a statement that has already written many, and says how many it dropped."""
+    """Drop records of a statement that has already written many, and say how many were dropped."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -405,7 +405,7 @@ class TokenizeRequest(Body):
     model: str = ""
     prompt: str = ""
     messages: Annotated[list[Message], FailFast()] = Field(default=[], description="A chat.")
-    add_special_tokens: bool = Field(default=True, description="Of a prompt.")
+    add_special_tokens: bool = Field(default=True, description="Whether a prompt gets them.")
     add_generation_prompt: Literal[True] = True
 
     @model_validator(mode="after")
@@ -438,7 +438,7 @@ class EmbeddingRequest(Body):
 
 
 class ResponseBuilder:
-    """Builds the response to a request from the updates of its choices, whole or in chunks."""
+    """Build the response to a request from the updates of its choices, whole or in chunks."""
 
     def __init__(
         self,
