@@ -1,7 +1,7 @@
 """Attention of tree passes: one call of torch, without repeating keys and values for query groups.
 
 :func:`tree_attention` views the queries of a group as further query positions, ``[B, kv heads,
-groups * S, head size]``, under a mask from :func:`fold_mask` that is repeated for every group. For
+G * S, head size]``, under a mask from :func:`fold_mask` that is repeated for every group. For
 every other mask it is the SDPA attention of transformers.
 
 Shape letters: ``B`` rows, ``S`` queries, ``L`` keys, ``G`` query heads per key head.

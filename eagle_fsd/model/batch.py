@@ -125,7 +125,7 @@ class EngineOptions:
         return engine
 
     def _reuse_key(self, request: Request) -> Hashable:
-        """Return what engines depend on that can be used again; None if this one cannot."""
+        """Return what a reusable engine depends on; None if this one cannot be used again."""
         target, execution = self.target, self.execution
         device = target.device
         captures = execution.capture and has_graphs(device) and target.one_device
@@ -142,7 +142,7 @@ class Batch:
 
     An answer does not depend on the others in the batch, apart from the exceptions that
     :meth:`EagleFSD.generate_many` names. Requests get rows in the order of their arrival, and every
-    step adds tokens to all answers whose prompts have been processed.
+    step adds tokens to all answers whose prompts were processed before it.
 
     A request waits until there is memory for it, see :mod:`~eagle_fsd.model.memory`. If memory runs
     out nevertheless, the number of rows is halved, and all answers resume in smaller batches.
@@ -230,7 +230,7 @@ class Batch:
                     engine.clock.collect()
                     self._count_seconds(engine, before)
                     self._remove(engine, [answer for answer in engine.rows if answer.finished])
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             if self._options.pool.clear():
@@ -399,7 +399,7 @@ class Batch:
         self._places.clear()
         self._engines.clear()
 
-    def _fail(self, cause: RuntimeError) -> tuple[Answer, StreamChunk]:
+    def _fail(self, cause: Exception) -> tuple[Answer, StreamChunk]:
         """End the answer whose memory ran out although it was the only one; retry the others."""
         answer = next(iter(self._places), None) or self._waiting.popleft()
         error = MemoryError("there is not enough memory to decode one prompt")

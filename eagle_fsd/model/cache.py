@@ -24,7 +24,7 @@ VIEW_STEP, CUDA_VIEW_STEP = 16, 256
 
 
 class PlaneKind(NamedTuple):
-    """What a layer's keys, or its values, look like."""
+    """Device, data type and shape of a layer's keys, or of its values."""
 
     device: torch.device
     dtype: torch.dtype
@@ -37,7 +37,7 @@ Layout = Counter[PlaneKind]
 
 
 def cache_slots(needed: int, device: torch.device) -> int:
-    """Return the number of slots to allocate: on CUDA whole steps, for few different caches."""
+    """Return the number of slots to allocate: on CUDA rounded up, for few different sizes."""
     step = CUDA_VIEW_STEP if device.type == "cuda" else 1
     return -(-needed // step) * step
 

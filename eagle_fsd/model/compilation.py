@@ -1,6 +1,6 @@
 """Run the passes of a decoding step faster: compiled by ``torch.compile``, replayed by CUDA graphs.
 
-Both rest on shapes that depend only on the number of rows, of visible slots, and the tree.
+Both rest on shapes that depend only on the numbers of rows and of visible slots, and on the tree.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def compiled(
     """Return the compiled version of a function, a single graph that is made when it is called.
 
     The shapes of its arguments are constants unless they are marked as dynamic. Where compilation
-    fails, a warning is logged and the function runs as it is. The version is for the module that
-    the function runs only, see :func:`renew_compiled`. Without ``trace``, only what exists is used.
+    fails, a warning is logged and the function runs as it is. The version is only for the module
+    that the function runs, see :func:`renew_compiled`. Without ``trace``, only what exists is used.
     """
     versions = _versions.setdefault(module, (None, {}))[1]
     if function not in versions:
@@ -219,7 +219,7 @@ class BackgroundCompiler:
         try:
             compile_steps()
             seconds = time.perf_counter() - begin
-            log.info("compiled in %.0f s: the next answers are decoded with it", seconds)
+            log.info("compiling took %.0f s: the next answers use what was compiled", seconds)
         except Exception as error:
             log.warning("not compiled: %s: %s", type(error).__name__, one_line(error))
         finally:
@@ -385,7 +385,7 @@ _capturing = threading.Lock()
 
 @cache
 def _capture_stream(device: torch.device) -> Any:
-    """Return the stream of all captures on a device: each takes memory for matrix products."""
+    """Return the one stream for captures on a device: streams take memory for matrix products."""
     return torch.cuda.Stream(device)
 
 

@@ -29,8 +29,8 @@ from eagle_fsd.utils.options import Options, Self
 TENSOR_PARALLEL = "tp"
 #: File beside a drafter with the tree and acceptance options calibrated for the pair.
 SETTINGS_FILE = "fsd.json"
-#: Lower temperatures become 0. At this one, tokens whose float32 logits differ in the last digits
-#: are far apart, and much lower ones would overflow when logits are divided by them.
+#: Lower temperatures become 0. At this one, logits that differ by 1e-4 are 10 nats apart, and much
+#: lower ones would overflow when logits are divided by them.
 MIN_TEMPERATURE = 1e-5
 
 #: Keys of :data:`eagle_fsd.model.divergence.DIVERGENCES`.
@@ -84,7 +84,7 @@ RuleName = Literal[
     "deferred",
     "deferred 0.1",
 ]
-#: Types of weights that are quantized when a model is loaded.
+#: Types to which weights can be quantized when a model is loaded.
 Quantization = Literal["int8", "int4", "fp8", "nf4"]
 
 
@@ -326,7 +326,7 @@ class BeamSearchConfig(Options):
         return count
 
 
-#: A folder or a Hub name; a ``Path`` is converted to a string.
+#: The name of a model, such as a folder or a Hub name; a ``Path`` is converted to a string.
 ModelName = Annotated[
     str, BeforeValidator(lambda name: str(name) if isinstance(name, Path) else name)
 ]

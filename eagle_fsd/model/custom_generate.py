@@ -64,8 +64,8 @@ def custom_generate(
         fsd: The pair, an :class:`EagleFSD`.
         model: The target, passed by Hugging Face.
         input_ids: ``[B, S]`` token ids.
-        logits_processor: Built by Hugging Face from its generation configuration.
-        stopping_criteria: Built by Hugging Face from its generation configuration.
+        logits_processor: Built by Hugging Face from its generation configuration and the call.
+        stopping_criteria: Built by Hugging Face from its generation configuration and the call.
         generation_config: Hugging Face's generation configuration.
         synced_gpus: Must be False: ranks take different numbers of passes.
         streamer: See :meth:`EagleFSD.generate`.
@@ -84,14 +84,16 @@ def custom_generate(
         ValueError: ``model`` is not this target, an option is invalid, the generation
             configuration requests beam search, another decoding method or
             ``return_dict_in_generate``, or there are further model inputs.
-        FloatingPointError: See :meth:`EagleFSD.generate`.
+        FloatingPointError, MemoryError: See :meth:`EagleFSD.generate`.
     """
     if unwrap_model(model) is not fsd.model:
         raise ValueError("custom_generate was called on a model other than its target")
     given = threshold is not None or min_ratio is not None
     if given and isinstance(rule, AcceptanceRule):
         raise ValueError("pass either a rule object or threshold and min_ratio, not both")
-    if synced_gpus:
+    if min_ratio and isinstance(rule, str) and rule != "fsd":
+        raise ValueError(f"rule {rule!r} takes no min_ratio; got {min_ratio}")
+    if synced_gpus or caller_argument("synced_gpus"):
         raise ValueError("custom_generate does not support synced_gpus")
     config = generation_config
     _check_config(config)
@@ -104,21 +106,20 @@ def custom_generate(
     if config.do_sample:
         processors, warpers = _split_warpers(logits_processor)
         temperature = 1.0 if config.temperature is None else config.temperature
+    # The generation loop checks length and end-of-sequence tokens at no extra cost.
+    checked = (MaxLengthCriteria, EosTokenCriteria)
+    lengths = [item.max_length for item in stopping_criteria if type(item) is MaxLengthCriteria]
+    ends = [item.eos_token_id for item in stopping_criteria if type(item) is EosTokenCriteria]
     return fsd.generate(
         input_ids,
         attention_mask,
-        config.max_length - input_ids.shape[1],
+        min(lengths, default=config.max_length) - input_ids.shape[1],
         streamer=streamer,
         temperature=temperature,
         logits_processor=processors,
         logits_warper=warpers,
-        # The generation loop checks length and end-of-sequence tokens at no extra cost.
-        stopping_criteria=[
-            item
-            for item in stopping_criteria
-            if not isinstance(item, (MaxLengthCriteria, EosTokenCriteria))
-        ],
-        eos_token_id=[] if config.eos_token_id is None else config.eos_token_id,
+        stopping_criteria=[item for item in stopping_criteria if type(item) not in checked],
+        eos_token_id=[token for item in ends for token in item.flatten().tolist()],
         pad_token_id=config.pad_token_id,
         acceptance=fsd.acceptance.updated(
             threshold=threshold,

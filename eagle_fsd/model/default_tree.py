@@ -47,7 +47,8 @@ def fit_tree(model: EagleFSD) -> None:
     drafter = model.drafter
     # Draft models whose depth adapts would be timed with shallower trees.
     adapts = isinstance(drafter, DraftModel) and drafter.adapts
-    if adapts or not (model.has_default_tree and on_cpu and isinstance(drafter, LevelDrafter)):
+    is_set = not model.has_default_tree or model.exact_tree is not model.tree or model.batch_trees
+    if adapts or is_set or not (on_cpu and isinstance(drafter, LevelDrafter)):
         return
     file, key = cache_folder().with_name(CACHE_FILE), _key(model)
     try:

@@ -151,8 +151,8 @@ def save_eagle3(
     """Save an EAGLE-3 head that is attached to its target.
 
     The layout ``"eagle"`` is that of EAGLE's own code, SGLang and SpecForge; ``"speculators"``, of
-    vLLM and speculators, records the target's Hub name and an acceptance rule. Raises
-    ``ValueError`` for what a layout has no place for.
+    vLLM and speculators, also records the target's Hub name and an acceptance rule. Raises
+    ``ValueError`` for a rule or weights that a layout has no place for.
     """
     dtype = dtype or head.dtype
     weights = dict(head.state_dict())

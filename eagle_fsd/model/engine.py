@@ -28,7 +28,7 @@ from eagle_fsd.model.step import RowGroup, StepState
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.tree import Draw
 
-#: Prompt tokens that the target processes in one pass.
+#: Maximum number of tokens of a prompt that the target processes in one pass.
 PREFILL_CHUNK = 512
 #: Tokens below which moving or separating cached rows does not pay.
 MIN_REUSED = 32
@@ -160,7 +160,8 @@ class Engine:
         self.cache = caches.target_cache
         self._drafts_from_cache = draft_length > 0
         self._resize(rows, self._tensors.rule_state.shape[1])
-        self.draft.reserve(rows, max_length, caches.draft_cache if draft_length else None)
+        longest = min(self.reserved[1], self.target.stable_length)
+        self.draft.reserve(rows, longest, caches.draft_cache if draft_length else None)
 
     @property
     def _extra(self) -> int:
@@ -330,9 +331,9 @@ class Engine:
             tensor[written] = tensor[read]
 
     def _reuse(self, place: int, ids: list[int]) -> int:
-        """Move the row with the longest prefix of a prompt to a place; return its length.
+        """Move the row with the longest prefix of a prompt to a place; return the prefix's length.
 
-        If it has many other tokens, a copy of it replaces the least recently used row.
+        If the row has many other tokens, a copy of it replaces the least recently used row.
         """
         caches, drafter = self.caches, self.drafter if self._drafts_from_cache else None
         places = range(place, len(caches.rows))

@@ -36,7 +36,9 @@ def identify(name: str, model: nn.Module | Drafter, dtype: torch.dtype) -> Model
 def warn_of_other_models(
     settings: Settings, target: nn.Module, drafter: Drafter, dtype: torch.dtype
 ) -> bool:
-    """Warn of each model or data type that settings were not calibrated for; return if any."""
+    """Return whether lossy settings were calibrated for another pair or data type; warn if so."""
+    if settings.lossless:
+        return False
     own = str(dtype).removeprefix("torch.")
     problems = [
         f"for another {kind} ({recorded.name}): no bound on the loss holds for this one"
@@ -49,7 +51,7 @@ def warn_of_other_models(
         and recorded.fingerprint != fingerprint(model)
     ]
     calibrated = settings.target
-    if not settings.lossless and calibrated is not None and calibrated.dtype != own:
+    if calibrated is not None and calibrated.dtype != own:
         problems.append(
             f"in {calibrated.dtype}, but the target is in {own}: no bound on the loss holds"
         )

@@ -77,8 +77,8 @@ def load_target(
     splits every layer over the processes that ``torchrun`` started: ``"auto"`` for the plan of the
     architecture, or rules that override it.
 
-    Raises :class:`LoadError` if files are missing or damaged, or the weights cannot be quantized or
-    split, ``ValueError`` for invalid options, and ``TypeError`` for unknown ones.
+    Raises :class:`LoadError` if files are missing, damaged or need a missing package, or weights
+    cannot be quantized or split, ``ValueError`` for invalid and ``TypeError`` for unknown options.
     """
     if tp_plan is not None and device_map is not None:
         raise ValueError("tp_plan and device_map exclude each other: every process has one device")
@@ -98,7 +98,7 @@ def load_target(
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, device_map=device_map, output_loading_info=True, **options
         )
-    except (*DAMAGED, SafetensorError, RuntimeError, EOFError) as error:
+    except (*DAMAGED, SafetensorError, RuntimeError, EOFError, ImportError) as error:
         if isinstance(error, TypeError) and "keyword argument" in str(error):
             raise  # an option does not exist
         raise LoadError(f"cannot load the {role} {name}: {one_line(error)}") from error
@@ -155,7 +155,7 @@ def load_embeddings(
     dtype, device = _check_placement(name, dtype, None if device in SPREAD else device)
     try:
         return _load_embeddings(locate_model(name, token), dtype, device, token)
-    except (*DAMAGED, RuntimeError) as error:
+    except (*DAMAGED, RuntimeError, ImportError) as error:
         raise LoadError(
             f"cannot load the embedding and the output projection of {name}: {one_line(error)}"
         ) from error

@@ -7,7 +7,7 @@ vocabulary of ``V`` tokens, ``B`` rows take ::
 
 bytes: ``l`` and ``d`` are the bytes of a slot in all layers, and the last term is for the target's
 logits, a copy of them and the draft's distributions at its ``M`` expanded nodes. If layers are on
-several devices, each holds their slots, and the last one the rest.
+several devices, each holds the slots of its layers, and that of the output projection the rest.
 """
 
 from __future__ import annotations

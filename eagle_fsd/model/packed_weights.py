@@ -53,7 +53,7 @@ class _Packed:
     sample: Tensor
 
     def is_current(self, weight: Tensor) -> bool:
-        """Whether the weight was neither replaced nor changed in place by a torch operation."""
+        """Whether a weight was neither replaced nor changed in place, except through ``.data``."""
         return (self.address, self.version) == (weight.data_ptr(), weight._version)
 
 
@@ -109,7 +109,7 @@ def packed_bytes() -> int:
 
 
 def forget_changed() -> None:
-    """Drop packed weights that have changed, also behind torch's back, as through ``.data``."""
+    """Drop packed weights that have changed; through ``.data``, only some values are compared."""
     with _lock:
         for weight, packed in list(_packed.items()):
             if not (packed.is_current(weight) and torch.equal(_sample(weight), packed.sample)):

@@ -81,7 +81,7 @@ class EagleFSD:
         model: The target as a Hugging Face model, without wrappers.
         exact_tree: Shape of the draft tree of lossless calls, which accept only the target's own
             tokens. Assigning to :attr:`tree` sets it too.
-        has_default_tree: Whether no argument, file or assignment has set a tree.
+        has_default_tree: Whether no argument, file or assignment to :attr:`tree` has set a tree.
         batch_trees: Shapes of the draft trees of lossless calls, by the least number of prompts
             decoded at once; the tokens do not depend on them. Not used if :attr:`exact_tree` has
             a single node, or is a chain whose tokens are sampled. Assigning to :attr:`tree` clears
@@ -146,7 +146,7 @@ class EagleFSD:
                 file. Default: the bundled target.
             drafter: A folder, a Hub name, a loaded drafter, a loaded draft model, ``"ngram"``,
                 ``"adaptive-ngram"``, or a key of :data:`~eagle_fsd.bundled.BUNDLED_DRAFTERS`.
-                Default with the bundled target: the bundled head.
+                Default without a target: the bundled head.
             dtype: Such as ``"bfloat16"``. Default: float32 on a CPU, else the checkpoint's own.
             device_map: As in Hugging Face. Default: the GPU if there is one, else the CPU.
             settings: An ``fsd.json`` file with tree and acceptance options. Default: ``fsd.json``
@@ -177,8 +177,8 @@ class EagleFSD:
             ValueError: A target is given without a drafter, they do not match, the architecture is
                 not supported, or an option is invalid.
             OSError: The file ``settings`` cannot be read.
-            TypeError: An option does not apply to a target or drafter that is already loaded, or
-                ``target`` or ``drafter`` is of another type.
+            TypeError: An option is unknown or does not apply to a target or drafter that is already
+                loaded, or ``target`` or ``drafter`` is of another type.
         """
         if target is None:
             target = BUNDLED_TARGET
@@ -248,8 +248,8 @@ class EagleFSD:
     def configure(self, settings: Settings) -> None:
         """Override the tree and acceptance options that ``settings``, an ``fsd.json`` file, sets.
 
-        Logs a warning if the file was written for another target, drafter or data type, whose
-        settings may lose more accuracy here.
+        Logs a warning if they are not lossless and the file was written for another target, drafter
+        or data type: they may lose more accuracy here.
         """
         if settings.tree:
             self.tree = self.tree.updated(**settings.tree)
@@ -330,7 +330,8 @@ class EagleFSD:
                 - ``method``: ``"fsd"``, or ``"ar"`` for plain decoding without a drafter.
                 - ``rule``: an acceptance rule that replaces the one of ``acceptance``, or the name
                   of one, such as ``"margin 0.8"``; see :class:`AcceptanceConfig`. The options
-                  ``max_fuzzy_nats`` and ``exact_first`` restrict it.
+                  ``max_fuzzy_nats`` and ``exact_first`` restrict, ``threshold`` and ``min_ratio``
+                  exclude it.
                 - ``eos_token_id``: one id or several that end a row, ``[]`` for none. Default: the
                   target's.
                 - ``pad_token_id``: fills rows that end before others. Default: the target's, else

@@ -2,7 +2,7 @@
 
 Of a pass over a handful of nodes on a CPU, dispatching operations takes most of the time.
 
-Shape letters: ``B`` rows, ``S`` tokens, ``D`` values of an attention head, ``H`` hidden size.
+Shape letters: ``B`` rows, ``S`` tokens, ``L`` visible slots, ``D`` head size, ``H`` hidden size.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from eagle_fsd.model.target import Target
 class CachedRow:
     """The tokens of a row in the target's cache, and the number of entries in the drafter's.
 
-    ``epoch`` counts the model's changes before, and ``used`` the calls of :meth:`RowCaches.touch`.
-    Slots from ``written`` on are zero in both caches.
+    ``epoch`` is that of :class:`RowCaches` when the row was filled, ``used`` the number of its last
+    :meth:`RowCaches.touch`. Slots from ``written`` on are zero in both caches.
     """
 
     tokens: list[int] = field(default_factory=list)

@@ -90,7 +90,7 @@ class SampledChain:
 
 
 def draft_tokens(tokens: Tensor, token_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Return the draft's number of each of the target's tokens ``[B, N]``; 0 if it has none."""
+    """Return the draft's index of each of the target's tokens ``[B, N]``; 0 if it has none."""
     if token_ids is None:
         return tokens
     numbers = torch.arange(len(token_ids), device=token_ids.device)

@@ -70,7 +70,7 @@ class Prefix(NamedTuple):
     """The tokens of a row so far, prompt padding included, for processors that read them.
 
     The prompt is number ``row`` of the ``rows`` of its call; processors are not called for nodes
-    after one of the tokens ``ends``.
+    with one of the tokens ``ends``, or below one.
     """
 
     ids: Tensor  # [S + new]
@@ -195,7 +195,7 @@ class Sampler:
         return drawn.gather(1, tree.draft_rows.clamp_min(0))
 
     def draw_draft(self, log_probs: Tensor, points: Tensor) -> Tensor:
-        """Sample from warped log-probabilities ``[B, D]`` with numbers ``[B]``: ``[B]`` indices."""
+        """Warp log-probabilities ``[B, D]``, and sample with numbers ``[B]``: ``[B]`` indices."""
         return self._warp(log_probs[:, None], points[:, None])[1][:, 0]
 
     def _warp(

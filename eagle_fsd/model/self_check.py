@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from eagle_fsd.model.attention import folded_queries, not_foldable, query_groups
 from eagle_fsd.model.target import WINDOW_FIELDS, Target
 from eagle_fsd.model.tree import DraftTree, ancestor_matrix
+from eagle_fsd.utils.errors import is_out_of_memory
 from eagle_fsd.utils.text import one_line
 
 #: Number of tokens before the tree in each row.
@@ -84,9 +85,9 @@ def _compare(target: Target, name: str) -> None:
         with torch.inference_mode():
             checked = _with_short_windows(target)
             tree_error, features, plain = _run_passes(checked, groups)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as cause:
+        if is_out_of_memory(cause):
+            raise
         raise ValueError(
             f"{name} is not supported: a pass over a draft tree fails"
             f" ({type(cause).__name__}: {one_line(cause)})"
@@ -179,9 +180,9 @@ def _projection_problem(
     width, hidden = target.lm_head.weight.shape[-1], features[0].shape[-1]
     try:
         found = [target.project(item) for item in features]
-    except torch.OutOfMemoryError:
-        raise
     except Exception as cause:
+        if is_out_of_memory(cause):
+            raise
         if width != hidden:
             return (
                 f"its output projection takes vectors of size {width}, but its hidden states have"

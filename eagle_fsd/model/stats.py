@@ -82,7 +82,7 @@ class DecodeStats:
     @property
     def tokens(self) -> int:
         """Tokens emitted, over all rows."""
-        return sum(sum(row.values()) for row in self.origins)  # few numbers, however long it is
+        return sum(sum(row.values()) for row in self.origins)  # few numbers at any length
 
     @property
     def steps(self) -> int:

@@ -161,7 +161,7 @@ class Target:
         return logits
 
     def _stable_length(self) -> int:
-        """Return the length beyond which attention depends on the length of the sequence."""
+        """Return the length up to which attention does not depend on the length of the sequence."""
         limits = [
             rope.get("original_max_position_embeddings") or self.context_length
             for rope in _rope_parameters(self.config)

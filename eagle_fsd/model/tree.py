@@ -41,7 +41,7 @@ class DraftTree:
         token_ids: ``[D]`` the token of each entry of the draft's distributions; None if the draft's
             vocabulary is the target's. The draft gives all other tokens probability 0.
         sampled: Whether the tree is a chain whose tokens were sampled from the draft's
-            distributions, after the same warpers as the target's.
+            distributions, after the same warpers as the target's; or by another engine's draft.
     """
 
     tokens: Tensor
@@ -175,7 +175,7 @@ class TreeBuilder:
         return scores, index if self.token_ids is None else self.token_ids[index]
 
     def finish(self, root: Tensor) -> DraftTree:
-        """Keep the best ``min(total_tokens, P)`` candidates below the root tokens ``[B]``."""
+        """Keep the best ``min(total_tokens, P)`` of the pool, whose roots are tokens ``[B]``."""
         # A stable sort rather than topk: among equal scores the earlier candidate, and so the
         # parent, comes first.
         scores = _ranked(torch.cat(self.scores, 1))

@@ -95,8 +95,8 @@ class VerificationInputs:
     def row_faults(self, kept: Verification) -> Tensor:
         """Find the rows in which no token can be chosen, and the cause: ``[B]`` int64.
 
-        0 is no fault. :data:`TARGET_FAULT` is NaN or infinite logits of the target at any node.
-        ``TARGET_FAULT + i`` is NaN, infinity, or -inf for every token at the end of the kept path,
+        0 is no fault. :data:`TARGET_FAULT` is NaN, infinity, or -inf for every token in the
+        target's logits at any node. ``TARGET_FAULT + i`` is the same at the end of the kept path,
         which the ``i``-th of the processors and warpers, counted from 1, returned and no later one
         repaired. No token below such a node is accepted.
         """
@@ -172,8 +172,8 @@ class AcceptanceRule:
 
     An edge is relaxed if :meth:`gate` is open at the parent and :meth:`admits` accepts the child's
     token. :meth:`settle` can then revoke edges, given the whole tree. The built-in rules are in
-    :mod:`eagle_fsd.model.acceptance`. A custom rule overrides the methods it needs, and attributes
-    of these as class attributes or properties.
+    :mod:`eagle_fsd.model.acceptance`. A custom rule overrides the methods that it needs, and the
+    attributes as class attributes or properties.
 
     A rule that depends on what a row has emitted keeps :attr:`state_size` numbers per row on the
     device. They follow the row when rows are dropped, and are in :attr:`VerificationInputs.state`.
@@ -427,9 +427,9 @@ def _draft_draw(
     """Return ``[B, N]``: the draft's sample where the gate is open and the token is admitted.
 
     Elsewhere it is the target's sample. With an open gate, the emitted token's distribution is
-    therefore ``q`` on the admitted tokens plus ``q``'s remaining mass times ``p``. If only the
-    support is checked, its total variation distance from ``p`` is at most that of ``q``; a floor
-    (``min_ratio > 0``) moves mass to the likelier tokens, which can increase the distance.
+    therefore, unless chains are sampled, ``q`` on the admitted tokens plus ``q``'s remaining mass
+    times ``p``. If only the support is checked, its total variation distance from ``p`` is at most
+    that of ``q``; a floor moves mass to the likelier tokens, which can increase the distance.
     """
     if inputs.drawn is None:
         raise ValueError('selection="sample" needs a draw from the draft at every node')

@@ -182,8 +182,8 @@ def top_p_radius(below: Tensor, weights: Tensor, top_p: float) -> Tensor:
     which is below 1. ``below`` ``[R, V]`` are log-probabilities relative to the largest, and
     ``weights`` ``[R, V]`` their masses. A histogram of the masses over ``below`` shows in which bin
     ``top_p`` is reached, and further ones, each of the bin found last, in which part of it. Tokens
-    as close as the last part, about 1e-6 nats, are all kept. Masses are integers where additions
-    have no fixed order.
+    in the last part, about 1e-6 nats wide, are all kept. Masses are integers where additions have
+    no fixed order.
     """
     size = weights.shape[-1]
     bits = next((bits for bits in HISTOGRAM_BITS if 2**bits <= size), HISTOGRAM_BITS[-1])

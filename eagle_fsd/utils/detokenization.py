@@ -79,8 +79,8 @@ class IncrementalDetokenizer:
 
     A character that spans several tokens appears with the last of them. Special tokens are skipped,
     and so is what :class:`FinalChannel` does not show. Bytes that are not valid UTF-8 become
-    U+FFFD, up to ``MAX_PENDING`` tokens later. The tokens continue those of ``context``, on which
-    their leading spaces depend.
+    U+FFFD, up to ``MAX_PENDING`` tokens later; the last ones may not appear. The tokens continue
+    those of ``context``, on which their leading spaces depend.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> None:

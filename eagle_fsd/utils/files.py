@@ -17,8 +17,8 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
     Yield a temporary path in the same folder to write to; a missing folder is created. On success,
     it is flushed to disk and renamed to ``path``, with the permissions of any new file; on an
-    exception, it is removed and ``path`` stays as it was. Its name ends in ``.tmp``, whatever the
-    extension of ``path``.
+    exception, it is removed and ``path`` stays as it was. The temporary name ends in ``.tmp``,
+    whatever the extension of ``path``.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

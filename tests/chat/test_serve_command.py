@@ -164,7 +164,7 @@ def test_serving_does_not_wait_for_compilation(
         ]
         proceed.set()
         assert seconds_until(lambda: len(caplog.records) > 1) < TIMEOUT
-        assert caplog.records[1].message.startswith("compiled in ")
+        assert caplog.records[1].message.startswith("compiling took ")
         assert fixed_answer(server.http) == before
         server.stop()
 

@@ -67,6 +67,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": [[1] * 5]}, r"attention_mask must be a tensor \[B, S\]; got a list"),
     ({"rule": "margn"}, "rule must be one of fsd, typical, .*; got 'margn'"),
     ({"rule": "margin", "threshold": 0.2}, "rule 'margin' takes no threshold; got 0.2"),
+    ({"rule": "margin", "min_ratio": 0.2}, "rule 'margin' takes no min_ratio; got 0.2"),
     ({"rule": MarginRule(), "threshold": 0.2}, "^pass either a rule object or threshold, not both"),
     (
         {"rule": DeferredRule(), "acceptance": {"selection": "target"}},

@@ -323,7 +323,7 @@ def test_lossless_calls_use_their_own_tree(folders: tuple[Path, Path]) -> None:
 def test_settings_of_another_pair_or_data_type_are_warned_of(
     kind: str, folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are used nevertheless; lossless settings hold in any data type."""
+    """They are used nevertheless; lossless settings lose nothing with any pair."""
     pair = EagleFSD.from_pretrained(*folders, device_map="cpu")
     models = {"target": pair.model, "drafter": pair.drafter}
     own = identify("mine", models[kind], torch.float32)
@@ -332,6 +332,7 @@ def test_settings_of_another_pair_or_data_type_are_warned_of(
     for identity, threshold, warning in (
         (own, 0.5, ""),
         (own.updated(fingerprint="0" * 16), 0.5, other),
+        (own.updated(fingerprint="0" * 16), 0.0, ""),
         (own.updated(fingerprint="0" * 16, dtype="float16"), 0.0, ""),
         (own.updated(dtype="bfloat16"), 0.5, in_half if kind == "target" else ""),
         (own.updated(dtype="bfloat16"), 0.0, ""),

@@ -22,7 +22,9 @@ from pairs import (
 from torch import Tensor
 from transformers import (
     DynamicCache,
+    EosTokenCriteria,
     GenerationConfig,
+    MaxLengthCriteria,
     QuantizedCache,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
@@ -149,6 +151,8 @@ def test_other_decoding_methods_are_rejected() -> None:
         ({"force_words_ids": [[5]]}, "constrained beam search"),
         ({"num_beams": 2}, "num_beams must be 1"),
         ({"return_dict_in_generate": True}, "leave return_dict_in_generate out"),
+        ({"synced_gpus": True}, "does not support synced_gpus"),
+        ({"rule": "margin", "min_ratio": 0.2}, "rule 'margin' takes no min_ratio"),
     ):
         options["custom_generate"] = pair.custom_generate
         with raises_one_line(mode):
@@ -159,11 +163,16 @@ def test_other_decoding_methods_are_rejected() -> None:
 
 def test_generation_options_match_hugging_face() -> None:
     pair, (ids, mask) = random_pair(), batch()
+    answer = reference()[0, ids.shape[1] :].tolist()
     cases: list[dict[str, Any]] = [
         {"max_time": 0.0},
         {"max_length": 30},
         {"renormalize_logits": True, "top_k": None, "temperature": None, "top_p": None},
         {"logits_processor": [TypicalLogitsWarper(0.2)]},  # masks the likeliest tokens
+        # They replace those of the configuration.
+        {"stopping_criteria": [MaxLengthCriteria(ids.shape[1] + 7)]},
+        {"stopping_criteria": [MaxLengthCriteria(ids.shape[1] + 15)]},
+        {"stopping_criteria": [EosTokenCriteria(answer[8])], "eos_token_id": answer[3]},
     ]
     for options in cases:
         expected = greedy_reference(pair.model, ids, mask, new=12, **options)

@@ -53,6 +53,11 @@ def test_tree_is_chosen_once_unless_one_is_given(
     settings = tmp_path / "fsd.json"
     settings.write_text('{"batch": {"4": {"depth": 3}}}')
     assert fitted(settings=settings).batch_trees == {4: TreeConfig(depth=3)}
+    for name, shapes in (("exact_tree", TreeConfig(depth=3)), ("batch_trees", {4: TreeConfig()})):
+        assigned = EagleFSD.from_pretrained(pair.model, pair.drafter)
+        setattr(assigned, name, shapes)
+        fit_tree(assigned)
+        assert getattr(assigned, name) == shapes
     bundled = EagleFSD.from_pretrained()  # has fsd.json
     tree = bundled.tree
     fit_tree(bundled)

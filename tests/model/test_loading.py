@@ -121,6 +121,13 @@ def test_quantization_that_is_not_available_raises_one_line(
         assert_raises(partial(load_target, folder, quantize=kind), message, ValueError)
 
 
+def test_weights_that_need_a_missing_package_raise_one_line(folder: Path) -> None:
+    config = folder / "config.json"
+    values = json.loads(config.read_text()) | {"quantization_config": {"quant_method": "aqlm"}}
+    config.write_text(json.dumps(values))
+    assert_raises(lambda: load_target(folder), f"cannot load the target {folder}: .*aqlm")
+
+
 @without_gpu
 def test_dtype_on_a_cpu_defaults_to_float32(folder: Path) -> None:
     """Models are in float32 also when ``"auto"`` finds no GPU, unless ``dtype`` is given."""

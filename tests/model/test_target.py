@@ -142,6 +142,19 @@ def test_target_that_ignores_an_input_is_rejected() -> None:
     _reject(_change(tiny_target(), past_key_values=None), "pass over a draft tree fails")
 
 
+def test_shortage_of_memory_does_not_reject_a_target() -> None:
+    model = tiny_target()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
+
+    handle = model.model.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
+        check_target(Target(model))
+    handle.remove()
+    check_target(Target(model))
+
+
 def test_target_that_ignores_the_window_is_rejected() -> None:
     """A few tokens show it, because the window is short during the check."""
     model = tiny_target()

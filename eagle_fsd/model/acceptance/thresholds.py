@@ -83,6 +83,8 @@ class FuzzyRule(AcceptanceRule):
         if DIVERGENCE_ALIASES.get(self.divergence, self.divergence) not in DIVERGENCES:
             names = ", ".join(DIVERGENCES)
             raise ValueError(f"divergence must be one of {names}; got {self.divergence!r}")
+        if self.divergence_on not in ("raw", "warped"):
+            raise ValueError(f"divergence_on must be raw or warped; got {self.divergence_on!r}")
 
     @property
     def needs_warped_draft(self) -> bool:

@@ -14,12 +14,12 @@ from eagle_fsd.model.verify import AcceptanceRule, Origin, Verification, Verific
 
 
 def _same(name: str) -> Any:
-    """Return a property that is that of the restricted rule."""
+    """Return a property that reads the restricted rule's."""
     return property(lambda self: getattr(self.rule, name))
 
 
 def _restricted(name: str) -> Any:
-    """Return a method that is that of the restricted rule, which sees its own state only."""
+    """Return a method that calls the restricted rule's, which sees its own state only."""
 
     def call(self: WrappedRule, inputs: VerificationInputs, *arguments: Any) -> Any:
         state = inputs.state
@@ -90,7 +90,7 @@ class LimitedRule(WrappedRule):
         max_nats: The budget of an answer; 0 is lossless.
 
     Raises:
-        ValueError: The rule replaces the target's samples (:class:`MixtureRule`), which have no
+        ValueError: The rule replaces the target's samples (:class:`MixtureRule`), whose cost has no
             limit.
     """
 

@@ -271,7 +271,7 @@ class _FirstLayer(GradientCheckpointingLayer):
 
 
 def default_reads(layers: int) -> tuple[int, ...]:
-    """Return what heads read by default: the inputs of layers 2, ``N // 2`` and ``N - 3``."""
+    """Return what heads read by default: inputs of layers 2, ``layers // 2``, ``layers - 3``."""
     wanted = {2, layers // 2, layers - 3}
     return tuple(sorted(index for index in wanted if 0 <= index < layers))
 
