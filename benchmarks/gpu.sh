@@ -9,8 +9,8 @@
 #
 # JSON and Markdown files go to benchmarks/results, or to the folder that --out names. Options
 # are passed to every benchmark: --out, --device, --dtype, --threads and --quick. PYTHON names the
-# interpreter, which needs the dependencies of the package, which is imported from the checkout, and
-# pytest for the tests.
+# interpreter, which needs the package's dependencies, and pytest for the tests; the package itself is
+# imported from the checkout.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}

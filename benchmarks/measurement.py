@@ -31,7 +31,7 @@ from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, TreeConfig
-from eagle_fsd.bundled.problems import Message, chat_messages, problems
+from eagle_fsd.bundled.problems import Message, problems
 from eagle_fsd.evaluation.tables import markdown
 from eagle_fsd.model.acceptance import rule_for
 from eagle_fsd.model.drafters.heads import DraftHead
@@ -353,9 +353,9 @@ def prompt_ids(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
 
 
 def word_problems(tokenizer: Any, count: int) -> list[Task]:
-    """Return the first unseen word problems of the bundled target."""
+    """Return the first word problems that the bundled target was not trained on."""
     return [
-        Task(prompt_ids(tokenizer, chat_messages((item.question, ""))[:-1]), item.final)
+        Task(prompt_ids(tokenizer, [{"role": "user", "content": item.question}]), item.final)
         for item in problems("test", count)
     ]
 

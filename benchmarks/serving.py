@@ -182,13 +182,15 @@ async def send(url: str, requests: Sequence[dict[str, Any]], clients: int) -> li
 
 
 async def ask(client: httpx.AsyncClient, request: dict[str, Any]) -> Measurement:
-    """Send a request and read its answer; raises RuntimeError if it fails."""
+    """Send a request and read its answer; raises RuntimeError for an error of the server."""
     begin, first, tokens = time.perf_counter(), 0.0, 0
     async with client.stream("POST", "/v1/completions", json=request) as response:
         async for line in response.aiter_lines():
             if not line.startswith("data: {"):
                 continue
             chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                raise RuntimeError(f"a request failed: {chunk['error']['message']}")
             first = first or time.perf_counter() - begin
             tokens = (chunk.get("usage") or {}).get("completion_tokens", 0)
     if not tokens:

@@ -52,9 +52,9 @@ def fit_chat(
     """Tokenize a chat, dropping its oldest turns until there is room for an answer.
 
     A question is dropped together with its answer. System messages move to the front; they and the
-    last question are never dropped, without ``drop`` nothing is. Returns ``[1, S]`` token ids and
-    the number of dropped messages. Raises ContextLengthError if the rest does not fit, ValueError
-    if the template rejects the chat.
+    last question are never dropped; without ``drop``, nothing is. Returns ``[1, S]`` token ids and
+    the number of dropped messages. Raises ContextLengthError if what remains does not fit, and
+    ValueError if the template rejects the chat.
     """
     system = [message for message in chat if message["role"] == "system"]
     turns = [message for message in chat if message["role"] != "system"]

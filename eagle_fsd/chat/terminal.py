@@ -247,7 +247,7 @@ class ServerSession(TerminalSession):
         yield {"text": text, "pieces": []}
 
     def _parameters(self) -> dict[str, Any]:
-        """Return the parameters of a request; those that not every server has only if changed."""
+        """Return a request's parameters; those beyond OpenAI's API only if they were changed."""
         common = {"temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"}
         others = self.options.model_dump(exclude={*common, "max_new_tokens"}, exclude_defaults=True)
         parameters = self.options.model_dump(include=common, exclude_none=True)
@@ -302,18 +302,19 @@ class _CommandInput:
                 return line
             line = line.strip()  # FastChat does not recognize commands with surrounding spaces
             command, _, argument = line.partition(" ")
-            message = self.session.set_option(command, argument.strip())
+            argument = argument.strip()
+            message = self.session.set_option(command, argument)
             if command == "!!help":
                 message = HELP + " ".join(self.session.option_names)
             elif message is None and command not in FASTCHAT_COMMANDS:
                 message = f"unknown command {command} (see !!help)"
             if message is None:
                 try:
-                    message = _file_error(command, argument.strip())
+                    message = _file_error(command, argument)
                 except OSError as error:  # a folder that may not be searched, or a long name
-                    message = f"cannot use {argument.strip()}: {error.strerror}"
+                    message = f"cannot use {argument}: {error.strerror}"
             if message is None:
-                return line
+                return f"{command} {argument}".rstrip()  # FastChat splits at every space
             self.session.note(message)
 
     def prompt_for_output(self, role: str) -> None:
@@ -487,6 +488,8 @@ def _file_error(command: str, name: str) -> str | None:
             saved = json.loads(path.read_text(encoding="utf-8"))
             get_conv_template(saved["template_name"])
             strings = [saved["system_message"]]
+            if not isinstance(saved["messages"], list):
+                raise TypeError("messages must be a list")
             for role, text in saved["messages"]:
                 strings += [role, text]
             if not all(isinstance(item, str) for item in strings):

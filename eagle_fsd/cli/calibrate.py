@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from eagle_fsd.cli.console import err, out, print_json, print_table, progress
-from eagle_fsd.cli.evaluate import Questions, RequestOptions
+from eagle_fsd.cli.evaluate import Questions
 from eagle_fsd.cli.options import (
     Install,
     Json,
@@ -54,7 +54,10 @@ def calibrate(
     install: Install = False,
     as_json: Json = False,
     grid: Annotated[CalibrationGrid, options("Grid")] = CalibrationGrid(),
-    request: RequestOptions = EvaluationRequest(),
+    request: Annotated[
+        EvaluationRequest,
+        options("Evaluation", exclude=("questions", "baseline", "assistant")),
+    ] = EvaluationRequest(),
     file: SettingsOptions = SettingsFile(),
     acceptance: OtherAcceptanceOptions = AcceptanceConfig(),
     config: Annotated[

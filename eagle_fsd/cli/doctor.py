@@ -93,9 +93,8 @@ def _questions(config: DoctorConfig, chats: ChatFile | None, bundled: bool) -> l
             most = len(GENERAL_QUESTIONS)
             raise OptionsError(f"--count above {most} requires --prompts or --data; got {count}")
         return list(GENERAL_QUESTIONS[:count])
-    first = (chats[index] for index in range(0, len(chats), max(1, len(chats) // count)))
-    users = [next(turn["content"] for turn in chat if turn["role"] == "user") for chat in first]
-    return users[:count]
+    chosen = [chats[index] for index in range(0, len(chats), max(1, len(chats) // count))[:count]]
+    return [next(turn["content"] for turn in chat if turn["role"] == "user") for chat in chosen]
 
 
 def _training_texts(

@@ -229,7 +229,10 @@ def _print_closed_gate(model: EagleFSD, ids: Tensor, config: GenerateConfig) -> 
     found = gate_divergences(model, [ids[0]], count, acceptance.divergence)
     message = describe_closed_gate(found, acceptance.threshold)
     if message is not None:
-        err.print(f"{message}. Train the drafter further, or raise the threshold.")
+        better = (
+            "Use another drafter" if model.drafter.network is None else "Train the drafter further"
+        )
+        err.print(f"{message}. {better}, or raise the threshold.")
 
 
 def _print_best(

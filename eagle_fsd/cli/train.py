@@ -84,7 +84,7 @@ def regenerate(
     server: Annotated[RegenerateServer, options("Server")] = RegenerateServer(),
     config: Annotated[RegenerateConfig, options("Sampling")] = RegenerateConfig(),
 ) -> None:
-    """Rewrite every assistant turn with the target. An interrupted run resumes."""
+    """Rewrite all answers of the assistant but tool calls. An interrupted run resumes."""
     from eagle_fsd.train.regenerate import regenerate as run
 
     shown = WritingProgress(config)

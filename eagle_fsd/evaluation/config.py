@@ -69,7 +69,7 @@ class EvaluationRequest(PairOptions):
         " runs/COMMAND/QUESTIONS, but nothing is kept by bench.",
     )
     baseline: Literal["hf"] | None = Field(
-        None, description="'hf': also measure Hugging Face's generate (not in calibrate)."
+        None, description="'hf': also measure Hugging Face's generate."
     )
     assistant: str | None = Field(
         None,

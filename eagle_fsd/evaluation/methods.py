@@ -52,7 +52,9 @@ class Method:
         """Return a copy of the pair with this method's acceptance settings and tree."""
         pair = copy.copy(model)
         pair.acceptance = model.acceptance.overridden(self.acceptance)
-        pair.tree = self.tree or (model.tree if self.rule else model.tree_for(pair.acceptance))
+        pair.tree = self.tree or (
+            model.tree if self.rule is not None else model.tree_for(pair.acceptance)
+        )
         if self.tree is None:
             pair.batch_trees = model.batch_trees
         return pair

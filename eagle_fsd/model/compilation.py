@@ -21,7 +21,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
-from torch.utils._triton import has_triton, has_triton_package
 
 from eagle_fsd.model.description import Description
 from eagle_fsd.model.packed_weights import should_pack
@@ -149,7 +148,7 @@ def compile_graph(
 
 @cache
 def missing_compiler() -> str | None:
-    """Return what ``torch.compile`` needs and this machine lacks, in words; None if nothing."""
+    """Return what compiling C++ needs and this machine lacks, in words; None if nothing."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -160,10 +159,6 @@ def missing_compiler() -> str | None:
     has_headers = Path(sysconfig.get_path("include"), "Python.h").exists()
     if not has_headers and sys.platform != "darwin":  # there, torch also searches the framework
         return "torch.compile needs Python's headers: install python3-dev, or its equivalent"
-    if torch.cuda.is_available() and not has_triton():
-        if not has_triton_package():
-            return "torch.compile needs Triton on CUDA: pip install triton"
-        return "torch.compile needs a GPU of compute capability 7.0 or later on CUDA"
     return None
 
 

@@ -65,7 +65,8 @@ def custom_generate(
         model: The target, passed by Hugging Face.
         input_ids: ``[B, S]`` token ids.
         logits_processor: Built by Hugging Face from its generation configuration and the call.
-        stopping_criteria: Built by Hugging Face from its generation configuration and the call.
+        stopping_criteria: Built by Hugging Face from its generation configuration and the call;
+            the only source of end tokens.
         generation_config: Hugging Face's generation configuration.
         synced_gpus: Must be False: ranks take different numbers of passes.
         streamer: See :meth:`EagleFSD.generate`.
@@ -91,8 +92,6 @@ def custom_generate(
     given = threshold is not None or min_ratio is not None
     if given and isinstance(rule, AcceptanceRule):
         raise ValueError("pass either a rule object or threshold and min_ratio, not both")
-    if min_ratio and isinstance(rule, str) and rule != "fsd":
-        raise ValueError(f"rule {rule!r} takes no min_ratio; got {min_ratio}")
     if synced_gpus or caller_argument("synced_gpus"):
         raise ValueError("custom_generate does not support synced_gpus")
     config = generation_config
@@ -113,7 +112,7 @@ def custom_generate(
     return fsd.generate(
         input_ids,
         attention_mask,
-        min(lengths, default=config.max_length) - input_ids.shape[1],
+        max(1, min(lengths, default=config.max_length) - input_ids.shape[1]),
         streamer=streamer,
         temperature=temperature,
         logits_processor=processors,

@@ -11,7 +11,6 @@ import heapq
 import itertools
 import json
 import logging
-from collections.abc import Iterator
 from contextlib import closing
 
 import torch
@@ -80,24 +79,21 @@ def choose_tree(
     for nodes, depth, width in itertools.product(target, DEPTHS, level):
         seconds = target[nodes] + draft[width] + depth * level[width]
         # A step emits a token of the target, and every node with its probability.
-        shares = itertools.islice(_path_shares(depth, width), nodes - 1)
-        found = (1.0 + sum(shares)) / seconds
+        found = (1.0 + sum(_path_shares(depth, width)[: nodes - 1])) / seconds
         if found > speed:
             best, speed = TreeConfig(total_tokens=nodes, depth=depth, top_k=width), found
     return best
 
 
-def _path_shares(depth: int, width: int) -> Iterator[float]:
-    """Yield the probability that each node is kept, by :data:`ACCEPTED`, the largest first."""
-    # Of each node: its probability, its parent's, its rank and its level.
-    heap = [(-ACCEPTED[0], 1.0, 0, 0)]
-    while heap:
-        negative, parent, rank, level = heapq.heappop(heap)
-        yield -negative
-        if rank + 1 < width:
-            heapq.heappush(heap, (-parent * ACCEPTED[rank + 1], parent, rank + 1, level))
-        if level < depth:
-            heapq.heappush(heap, (negative * ACCEPTED[0], -negative, 0, level + 1))
+def _path_shares(depth: int, width: int) -> list[float]:
+    """Return the probability that each node is kept, by :data:`ACCEPTED`, the largest first."""
+    level = list(ACCEPTED[:width])
+    shares = level
+    for _ in range(depth):  # the drafter expands the best nodes of each level
+        best = heapq.nlargest(width, level)
+        level = [share * accepted for share in best for accepted in ACCEPTED[:width]]
+        shares = shares + level
+    return sorted(shares, reverse=True)
 
 
 def _time_passes(model: EagleFSD) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:

@@ -152,7 +152,7 @@ def save_eagle3(
 
     The layout ``"eagle"`` is that of EAGLE's own code, SGLang and SpecForge; ``"speculators"``, of
     vLLM and speculators, also records the target's Hub name and an acceptance rule. Raises
-    ``ValueError`` for a rule or weights that a layout has no place for.
+    ``ValueError`` for a rule, layers or weights that a layout has no place for.
     """
     dtype = dtype or head.dtype
     weights = dict(head.state_dict())

@@ -149,8 +149,8 @@ def load_embeddings(
     The other weights stay on the meta device; files that hold only those are neither read nor
     downloaded. A device map that spreads a model stands for the default device.
 
-    Raises :class:`LoadError` if the files are missing or damaged, the two are quantized or the
-    model has an adapter, and ``ValueError`` for invalid options.
+    Raises :class:`LoadError` if files are missing, damaged or need a missing package, the two are
+    quantized or the model has an adapter, and ``ValueError`` for invalid options.
     """
     dtype, device = _check_placement(name, dtype, None if device in SPREAD else device)
     try:

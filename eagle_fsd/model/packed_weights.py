@@ -53,7 +53,7 @@ class _Packed:
     sample: Tensor
 
     def is_current(self, weight: Tensor) -> bool:
-        """Whether a weight was neither replaced nor changed in place, except through ``.data``."""
+        """Whether a weight was neither replaced nor changed; changes in ``.data`` are not seen."""
         return (self.address, self.version) == (weight.data_ptr(), weight._version)
 
 

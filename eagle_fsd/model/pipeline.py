@@ -172,7 +172,7 @@ class EagleFSD:
                 ``AutoModelForCausalLM.from_pretrained``.
 
         Raises:
-            LoadError: The target's files are missing or damaged.
+            LoadError: The target's files are missing, damaged, or need a missing package.
             CheckpointError: The drafter's files are missing or damaged.
             ValueError: A target is given without a drafter, they do not match, the architecture is
                 not supported, or an option is invalid.
@@ -330,8 +330,7 @@ class EagleFSD:
                 - ``method``: ``"fsd"``, or ``"ar"`` for plain decoding without a drafter.
                 - ``rule``: an acceptance rule that replaces the one of ``acceptance``, or the name
                   of one, such as ``"margin 0.8"``; see :class:`AcceptanceConfig`. The options
-                  ``max_fuzzy_nats`` and ``exact_first`` restrict, ``threshold`` and ``min_ratio``
-                  exclude it.
+                  ``max_fuzzy_nats`` and ``exact_first`` restrict it.
                 - ``eos_token_id``: one id or several that end a row, ``[]`` for none. Default: the
                   target's.
                 - ``pad_token_id``: fills rows that end before others. Default: the target's, else
@@ -423,6 +422,7 @@ class EagleFSD:
                 read.
             FloatingPointError: See :meth:`generate`; after the other answers.
             MemoryError: There will never be enough memory for a prompt; after the other answers.
+            Exception: That of a stopping criterion; after the other answers.
         """
         max_batch = CallOptions.from_dict({"max_batch": max_batch}).max_batch
         if not isinstance(prompts, Iterable) or isinstance(prompts, str):
@@ -610,13 +610,8 @@ class EagleFSD:
         )
 
     def _check_method(self, method: str) -> None:
+        """Raise ``ValueError`` for an unknown method, or ``"fsd"`` without a drafter."""
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
         if method == "fsd" and isinstance(self.drafter, NoDrafter):
             raise ValueError('this model has no drafter; only method="ar" is available')
-        width = max(self.tree.top_k, self.exact_tree.top_k)
-        if method == "fsd" and width > self.target.vocab_size:
-            raise ValueError(
-                f"the tree's top_k must be at most the vocabulary of {self.target.vocab_size}"
-                f" tokens; got {width}"
-            )

@@ -60,7 +60,7 @@ def is_plain(layer: nn.Module, config: PreTrainedConfig) -> bool:
 
 
 def is_plain_model(model: Any) -> bool:
-    """Whether a causal language model consists of such layers only, without further operations."""
+    """Whether a causal language model consists of plain layers, without further operations."""
     body, name = model.base_model, f"{type(model).__module__}.{type(model).__name__}"
     return (
         name.startswith("transformers.models.")

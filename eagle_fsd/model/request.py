@@ -275,8 +275,6 @@ def _read_acceptance(
         fields["rule"] = rule
     acceptance = override(default, "acceptance", given["acceptance"], **fields)
     if isinstance(rule, str):
-        if given["min_ratio"] and rule != "fsd":
-            raise ValueError(f"rule {rule!r} takes no min_ratio; got {given['min_ratio']}")
         return acceptance.updated(rule=rule), None
     if rule is not None and not isinstance(rule, AcceptanceRule):
         raise ValueError(f"rule must be an AcceptanceRule or the name of one; got {rule!r}")

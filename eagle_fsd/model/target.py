@@ -36,8 +36,6 @@ WINDOW_FIELDS = {
     "sliding_attention": "sliding_window",
     "chunked_attention": "attention_chunk_size",
 }
-#: RoPE types whose frequencies change with the sequence length, which invalidates cached keys.
-LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
 #: Index of the last hidden state after the final norm, as in Hugging Face's ``hidden_states``.
 LAST = -1
 
@@ -165,7 +163,7 @@ class Target:
         limits = [
             rope.get("original_max_position_embeddings") or self.context_length
             for rope in _rope_parameters(self.config)
-            if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE
+            if rope.get("rope_type") == "longrope"  # beyond it, cached keys have other frequencies
         ]
         if getattr(self.config, "attn_temperature_tuning", False):
             limits.append(int(self.config.floor_scale) - 1)

@@ -40,8 +40,8 @@ class DraftTree:
         max_depth: Upper bound of ``depths``.
         token_ids: ``[D]`` the token of each entry of the draft's distributions; None if the draft's
             vocabulary is the target's. The draft gives all other tokens probability 0.
-        sampled: Whether the tree is a chain whose tokens were sampled from the draft's
-            distributions, after the same warpers as the target's; or by another engine's draft.
+        sampled: Whether the tree is a chain of the draft's own choices: sampled from its
+            distributions after the same warpers as the target's, or drafted by another engine.
     """
 
     tokens: Tensor

@@ -6,8 +6,9 @@ Start with ``run.py`` (:func:`train`: from a chat file and a target to a head) a
 (``loaded_target``, ``features``, ``feature_store``), and optimizes the head (``heads``, ``losses``,
 ``trainer``, ``validation``). It writes checkpoints and metrics to a folder (``training_folder``),
 with a record, a model card and plots (``record``, ``model_card``, ``curves``).
-``regenerate`` rewrites chats, ``synthesize`` writes new ones (``writing``), ``token_ranks`` ranks
-tokens, ``export`` converts a head for other engines, and ``configs`` is for ``accelerate launch``.
+``regenerate`` rewrites chats, ``synthesize`` writes new ones (both with ``writing``),
+``token_ranks`` ranks tokens, ``export`` converts a head for other engines, and ``configs`` holds
+files for ``accelerate launch``.
 """
 
 from __future__ import annotations

@@ -263,7 +263,8 @@ class TrainRequest(TargetOptions):
     store_features: bool = Field(
         False,
         description="Compute the target's features once, not in every epoch; keep them in --out, in"
-        " bfloat16, until the end. --dtype is then bfloat16 by default on a CPU faster in it.",
+        " bfloat16, until the end. --dtype is then bfloat16 by default on a CPU that is faster in"
+        " it.",
     )
     regenerate: bool = Field(
         False, description="First have the target rewrite the assistant's turns in --data."

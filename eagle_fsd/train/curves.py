@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle_fsd.utils.files import atomic_path
+
 CURVES_FILE = "curves.png"
 
 #: Title, y-axis label and curves of each panel; a curve is a kind of metrics and a metric.
@@ -51,4 +53,5 @@ def draw_curves(metrics: Sequence[dict[str, Any]], path: Path) -> None:
         if axis.lines:
             axis.legend(frameon=False)
     axes[-1].axis("off")
-    figure.savefig(path, dpi=110)
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")

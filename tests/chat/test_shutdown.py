@@ -176,7 +176,7 @@ def test_stalled_step_is_reported(server: APIThread, monkeypatch: pytest.MonkeyP
         thread.join(TIMEOUT)
     for reply in replies:
         assert reply.status_code == 503
-        assert "a step takes more than 0.2 s" in reply.json()["error"]["message"]
+        assert "a step or another call takes more than 0.2 s" in reply.json()["error"]["message"]
     assert server.http.get("/health").status_code == 503
     assert ask(server.url).status_code == 503
     server.backend.queue.stall_timeout = 60.0

@@ -191,6 +191,7 @@ def test_damaged_files_do_not_end_the_chat(talk: Talk, tmp_path: Path) -> None:
         "[]",
         '{"template_name": "none"}',
         '{"template_name": "eagle-fsd", "system_message": "", "messages": [["a", 5]]}',
+        '{"template_name": "eagle-fsd", "system_message": "", "messages": {}}',
     )
     files = [tmp_path / f"{number}.json" for number in range(len(damaged))]
     for file, content in zip(files, damaged, strict=True):
@@ -199,14 +200,16 @@ def test_damaged_files_do_not_end_the_chat(talk: Talk, tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()  # FastChat writes saved.json beside it
     other = [f"!!load {tmp_path}"]
     other += [f"!!save {tmp_path}/{name}" for name in ("none/x", "chats", "chats.json", "saved")]
+    other += [f"!!save  {tmp_path}/spaces"]
     printed, noted = talk(*(f"!!load {file}" for file in files), *other, "Hello!")
     _, *lines = noted.splitlines()
-    assert all("does not contain a saved chat" in line for line in lines[:4])
-    assert lines[4] == f"{tmp_path} is not a file"
-    assert lines[5] == f"cannot write to {tmp_path}/none/x"
-    assert lines[6] == f"cannot write to {tmp_path}/chats"
-    assert lines[7] == f"cannot write to {tmp_path}/chats.json"
+    assert all("does not contain a saved chat" in line for line in lines[:5])
+    assert lines[5] == f"{tmp_path} is not a file"
+    assert lines[6] == f"cannot write to {tmp_path}/none/x"
+    assert lines[7] == f"cannot write to {tmp_path}/chats"
+    assert lines[8] == f"cannot write to {tmp_path}/chats.json"
     assert (tmp_path / "saved.json").is_file()
+    assert (tmp_path / "spaces.json").is_file()
     assert "Assistant: " in printed
 
 

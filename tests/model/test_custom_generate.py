@@ -152,7 +152,6 @@ def test_other_decoding_methods_are_rejected() -> None:
         ({"num_beams": 2}, "num_beams must be 1"),
         ({"return_dict_in_generate": True}, "leave return_dict_in_generate out"),
         ({"synced_gpus": True}, "does not support synced_gpus"),
-        ({"rule": "margin", "min_ratio": 0.2}, "rule 'margin' takes no min_ratio"),
     ):
         options["custom_generate"] = pair.custom_generate
         with raises_one_line(mode):
@@ -170,6 +169,7 @@ def test_generation_options_match_hugging_face() -> None:
         {"renormalize_logits": True, "top_k": None, "temperature": None, "top_p": None},
         {"logits_processor": [TypicalLogitsWarper(0.2)]},  # masks the likeliest tokens
         # They replace those of the configuration.
+        {"stopping_criteria": [MaxLengthCriteria(3)]},
         {"stopping_criteria": [MaxLengthCriteria(ids.shape[1] + 7)]},
         {"stopping_criteria": [MaxLengthCriteria(ids.shape[1] + 15)]},
         {"stopping_criteria": [EosTokenCriteria(answer[8])], "eos_token_id": answer[3]},

@@ -32,6 +32,8 @@ def test_costs_choose_the_tree() -> None:
     assert choose_tree(flat, levels, free).depth == DEPTHS[0]
     wide = {width: 0.01 * width**2 for width in WIDTHS}
     assert choose_tree(flat, wide, free).top_k < WIDTHS[-1]
+    narrow = {**levels, 2: 0.01}  # levels of two nodes: 6 of them propose too few nodes for 60
+    assert choose_tree(flat, narrow, free) == TreeConfig(total_tokens=32, depth=6, top_k=2)
 
 
 def test_tree_is_chosen_once_unless_one_is_given(

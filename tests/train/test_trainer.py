@@ -51,7 +51,8 @@ pytestmark = pytest.mark.xdist_group("trainer")
 #: Options of the uninterrupted training, which has validations.
 VALIDATED = {"validation": 1, "validate_every": 5}
 #: A RoPE whose frequencies depend on the length beyond the original one.
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, **FACTORS}
 #: Options of a training on batches of tokens.
 TOKENS = {"tokens_per_batch": 200, "max_length": 128}
 
@@ -142,7 +143,7 @@ def test_chats_are_truncated_where_attention_changes(
     tmp_path: Path,
 ) -> None:
     """Prompts that leave no room for an answer are not decoded, and answers end there."""
-    rope = {**DYNAMIC, "original_max_position_embeddings": 128}
+    rope = {**LONGROPE, "original_max_position_embeddings": 128}
     target = write_target(tmp_path / "target", max_position_embeddings=512, rope_parameters=rope)
     loaded = LoadedTarget.load(TargetOptions(target=target))
     chat, length = [{"role": "user", "content": "one"}], 0

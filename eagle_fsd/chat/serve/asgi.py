@@ -48,8 +48,7 @@ def parted_response(
 ) -> StreamingResponse:
     """Return a response that is written in parts, so that others can be sent in between.
 
-    Writing megabytes at once would block them: with each part that it sends, a transport copies the
-    rest.
+    Writing megabytes at once would block them while the transport copies the whole body.
     """
 
     async def parts() -> AsyncIterator[bytes]:

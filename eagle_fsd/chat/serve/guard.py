@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 #: Environment variable with the keys that clients may use, separated by commas. It is not an option
 #: because other users can read a process's arguments.
 API_KEYS_VARIABLE = "EAGLE_FSD_API_KEYS"
-#: Routes that need no key: they only tell whether a server is running, and its number of requests.
+#: Routes that need no key: they tell only whether a server is running, and how busy it is.
 OPEN_ROUTES = ("/health", "/ready")
 #: Files of the web page, which asks its visitors for a key.
 PAGE_ROUTES = ("/", "/page.css", "/page.js")

@@ -405,7 +405,7 @@ class TokenizeRequest(Body):
     model: str = ""
     prompt: str = ""
     messages: Annotated[list[Message], FailFast()] = Field(default=[], description="A chat.")
-    add_special_tokens: bool = Field(default=True, description="Whether a prompt gets them.")
+    add_special_tokens: bool = Field(default=True, description="Not for a chat.")
     add_generation_prompt: Literal[True] = True
 
     @model_validator(mode="after")

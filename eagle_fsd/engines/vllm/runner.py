@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from eagle_fsd.engines.settings import reads_draft
+from eagle_fsd.engines.settings import reads_draft, rule_of
 from eagle_fsd.engines.vllm.sampler import RelaxedSampler
 
 
@@ -70,6 +70,8 @@ def keep_logits(drafter: Any, logits: Tensor) -> None:
 def prepare(runner: Any, metadata: Any) -> None:
     """Give the sampler the states of a step's requests, and the logits of their drafted tokens."""
     sampler = runner.rejection_sampler
+    if rule_of(runner.vllm_config.additional_config) is None:
+        return  # another engine of this process
     if not isinstance(sampler, RelaxedSampler):
         raise RuntimeError("eagle_fsd: the rejection sampler was made without the rule")
     verifier, state, draft_logits = sampler.verifier, None, None

@@ -114,7 +114,7 @@ class DraftModel(LevelDrafter):
         limit = self._inner.stable_length
         if max_length > limit:
             log.warning(
-                "the draft model drafts well up to %d tokens, and this call may reach %d: beyond"
+                "the draft model drafts well up to %d tokens, and rows may reach %d: beyond"
                 " that, fewer tokens are accepted",
                 limit,
                 max_length,
