@@ -291,7 +291,7 @@ class Recipe:
     def some_features(self, about: int) -> Path:
         """Make a folder with the stored features of about so many tokens, and return it.
 
-        They are those of random chats, and larger folders contain the chats of smaller ones.
+        They are random shards, and larger folders contain the shards of smaller ones.
         """
         folder = self.work / f"features-{about}"
         index = json.loads((self.work / "features" / INDEX_FILE).read_text())
@@ -306,7 +306,7 @@ class Recipe:
         return folder
 
     def train(self, stage: str, features: Path, folder: Path, out: Path) -> None:
-        """Train a head in a folder, from the one in ``out`` if there is one, and save it there."""
+        """Train a head in ``folder``, from that in ``out`` if there is one; save it to ``out``."""
         training = TrainingFolder(folder)
         start = training.recorded("head")
         if not training.exists and (out / "config.json").exists():
@@ -417,12 +417,12 @@ class Recipe:
                 log.warning("%s needs %s", name, SHARED / SPEC_BENCH)
                 continue
             folder = self.work / "speed" / name.replace(" ", "-")
-            settings, words = self.head("eagle3") / SETTINGS_FILE, factor.options
-            if factor.tuned:
-                options = {**common, "--count": self.scale.tuning, "--out": folder / "tune"}
+            tuned, words = folder / "tune" / SETTINGS_FILE, factor.options
+            if factor.tuned and not tuned.exists():  # a second time could select other trees
+                options = {**common, "--count": self.scale.tuning, "--out": tuned.parent}
                 questions = self._tuning_questions()
                 run_command("tune", questions, options, *words, threads=factor.threads)
-                settings = folder / "tune" / SETTINGS_FILE
+            settings = tuned if factor.tuned else self.head("eagle3") / SETTINGS_FILE
             count = min(self.scale.timed, factor.questions)
             options = {**common, "--count": count, "--out": folder / "evaluate"}
             options |= {"--baseline": "hf", "--settings": settings}

@@ -1,7 +1,7 @@
 """Train a draft head for a base model of short stories, such as karpathy's TinyStories models.
 
 The target writes its own training text: it continues generated openings. ``benchmarks/revisions.py
---stories TARGET`` trains a head for the model of 260 k parameters (five layers, 512 tokens).
+--stories TARGET`` trains a head for the model of 260 k parameters (5 layers, a vocabulary of 512).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
     "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}"
 )
-#: Words keep their leading space, and digits are split, as in Llama 3's pattern.
+#: Words keep their leading space, and digits are split, as in Qwen2's pattern.
 WORDS = Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s")
 #: Chats that the tokenizer is trained on, and chats that are sorted by length together.
 TOKENIZER_CHATS, POOL = 6000, 1024
@@ -228,7 +228,7 @@ def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out
 def save_weights(model: LlamaForCausalLM, out: Path) -> None:
     """Save a model without its tokenizer in half precision, as :func:`save_target` does."""
     model.half().save_pretrained(out)
-    # The settings of the bundled heads are for float32, on a GPU, too.
+    # The default on a GPU, too: the settings of the bundled heads are for float32.
     fields = {"dtype": "float32", **transformers4_fields(model.config, torch.float32)}
     _update_json(out / "config.json", **fields)
 

@@ -28,7 +28,7 @@ class RepositoryRequest(Options):
         None, description="File of settings; default: fsd.json beside the drafter."
     )
     target: str | None = Field(
-        None, description="Name of the target in the card; default: the calibrated one."
+        None, description="Target in the card; default: a bundled drafter's, or the calibrated one."
     )
 
 

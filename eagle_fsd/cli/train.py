@@ -168,7 +168,7 @@ class WritingProgress:
 
     def _show(self) -> None:
         speed = self._tokens / max(time.monotonic() - self._started, 1e-3)
-        # Chats of a batch end at about the same time; until then, their tokens are the progress.
+        # The first chats take long; until they end, their tokens are the progress.
         written = (self._resumed or 0) + self._tokens / self._config.max_new_tokens
         begun = min(self._done + self._config.batch_size, self._total)
         work = max(self._done, min(written, begun))

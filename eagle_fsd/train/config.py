@@ -39,7 +39,7 @@ MIN_EPOCHS, MAX_EPOCHS, TRAINED_TOKENS = 4, 20, 12_000_000
 #: Largest vocabulary of an EAGLE-3 head by default.
 DRAFT_VOCAB_SIZE = 32_000
 
-#: Divergences that can be part of the loss: they are smooth where the distributions nearly agree.
+#: Divergences that can be part of the loss: those over all tokens but ``js_reference``.
 DivergenceLoss = Literal["js", "tv", "kl", "kl_reversed"]
 
 
@@ -81,7 +81,7 @@ class TrainConfig(Options):
         ge=1,
         le=2**31,
         description="Tokens that the head can draft: the most frequent ones of the training text's"
-        f" answers; default: all; eagle3: at most {DRAFT_VOCAB_SIZE}.",
+        f" answers; default: all, but at most {DRAFT_VOCAB_SIZE} with eagle3.",
     )
     fc_norm: bool = Field(
         False, description="eagle3: norm each hidden state by itself before fc (EAGLE-3.1)."
@@ -150,8 +150,8 @@ class TrainConfig(Options):
         1,
         ge=1,
         le=8,
-        description="Runs of the head over each chat. Each reads the features that the one before"
-        " predicted; gradients flow back through all of them. eagle3: 7 by default.",
+        description="Runs of the head over each chat. All but the first read the features that the"
+        " one before predicted; gradients flow back through all of them. eagle3: 7 by default.",
     )
     unroll_decay: Share = Field(
         1.0, description="Weight of each run relative to the one before; eagle3: 0.8 by default."
@@ -229,19 +229,19 @@ class PartialTrainConfig(TrainConfig):
 
 
 def _is_exponential(value: Any) -> bool:
-    return isinstance(value, str) and bool(re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value))
+    return isinstance(value, str) and bool(re.fullmatch(r"[-+]?\d+\.?\d*[eE][-+]?\d+", value))
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """Read options of :class:`TrainConfig` from a YAML file; return those that it sets."""
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-        if not isinstance(values, dict):
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(values, dict | None):
             raise ValueError("not a mapping of option names to values")
-        # YAML reads 1e-3, unlike 1.0e-3, as a string.
+        # PyYAML reads 1e-3 and 1.0e3, unlike 1.0e-3, as strings.
         values = {
-            name: float(value) if _is_exponential(value) else value
-            for name, value in values.items()
+            str(name): float(value) if _is_exponential(value) else value
+            for name, value in (values or {}).items()
         }
         return PartialTrainConfig.from_dict(values).model_dump(exclude_unset=True)
     except (ValueError, TypeError, yaml.YAMLError) as error:
@@ -267,7 +267,7 @@ class TrainRequest(TargetOptions):
         " it.",
     )
     regenerate: bool = Field(
-        False, description="First have the target rewrite the assistant's turns in --data."
+        False, description="First have the target rewrite the assistant's answers in --data."
     )
     resume: bool = Field(False, description="Resume from the newest checkpoint in --out, if any.")
     overwrite: bool = Field(False, description="Delete --out, if it holds an earlier training.")

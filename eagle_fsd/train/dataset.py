@@ -166,8 +166,8 @@ def pack_batches(
     order.sort(key=lengths.__getitem__)
     if order and lengths[order[-1]] > tokens:
         raise ValueError(
-            f"tokens_per_batch is {tokens}, and a chat has {lengths[order[-1]]} tokens; raise it or"
-            " lower max_length"
+            f"tokens_per_batch must be at least {lengths[order[-1]]}, the length of the longest"
+            f" chat; got {tokens}"
         )
     batches: list[list[int]] = []
     for position in order:  # by length, so this chat is the longest of its batch
@@ -180,7 +180,7 @@ def pack_batches(
 def read_examples(
     read: Callable[[Any], Value], data: Dataset[Example], chats: Sequence[int], workers: int
 ) -> Iterator[Value]:
-    """Yield what ``read`` returns for the example of each chat; worker processes call it."""
+    """Yield ``read(example)`` for each chat, computed in ``workers`` processes, or here if 0."""
     yield from DataLoader(
         data, sampler=chats, batch_size=None, collate_fn=read, num_workers=workers
     )

@@ -242,7 +242,7 @@ def write_features(
         done = sum(len(shard["chats"]) for shard in shards)
         complete = done == len(data)
         # The index is written each time it has grown by 1/32, so the bytes written in all are
-        # proportional to its size. A resumed run recomputes the shards that it lacks.
+        # proportional to its size. A resumed run recomputes shards that the index lacks.
         if state.is_main_process and (complete or len(shards) - indexed > len(shards) // 32):
             index = {"made_from": fingerprint, "complete": complete, "shards": shards}
             atomic_write(folder / INDEX_FILE, json.dumps(index))

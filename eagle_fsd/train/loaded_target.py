@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.bundled import BUNDLED_TARGET
 from eagle_fsd.model.config import TargetOptions
-from eagle_fsd.model.loading import LoadError, load_embeddings, load_target, load_tokenizer
+from eagle_fsd.model.loading import SPREAD, LoadError, load_embeddings, load_target, load_tokenizer
 from eagle_fsd.model.target import Target
 from eagle_fsd.train.chat_file import ChatFile
 from eagle_fsd.train.dataset import ChatDataset
@@ -120,12 +120,12 @@ def load_frozen_target(
 
 
 def fastest_dtype(device: str | torch.device | None = None) -> str | None:
-    """Return bfloat16 if ``device`` is a CPU that multiplies faster in it than in float32.
+    """Return bfloat16 if ``device`` is an x86 CPU that multiplies faster in it than in float32.
 
-    Otherwise return None, the default of :func:`load_target`. ``device`` None is the GPU if there
-    is one. A CPU may have instructions for bfloat16 that are slower than those for float32.
+    Otherwise return None, the default of :func:`load_target`. None, ``auto`` and the like are the
+    GPU if there is one. Instructions for bfloat16 may be slower than those for float32.
     """
-    on_cpu = not torch.cuda.is_available() if device is None else str(device) == "cpu"
+    on_cpu = str(device) == "cpu" or (device in (None, *SPREAD) and not torch.cuda.is_available())
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     capable = any(hasattr(torch.cpu, name) and getattr(torch.cpu, name)() for name in names)
     if not (on_cpu and capable):

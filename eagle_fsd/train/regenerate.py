@@ -1,4 +1,4 @@
-"""Replace the assistant's turns in a chat file by turns that the target generates.
+"""Replace the assistant's answers in a chat file by answers that the target generates.
 
 A head learns to predict one target: heads trained on text that the target generated have a larger
 accepted length than heads trained on other text.
@@ -88,7 +88,7 @@ def regenerate(
 
 
 class Rewriting:
-    """Replaces the answers of chats; without a ``template``, a server formats the chats.
+    """Replace the answers of chats; without a ``template``, a server formats the chats.
 
     ``rejections`` say which chats ended early, and why.
     """

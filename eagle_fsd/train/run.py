@@ -45,7 +45,7 @@ from eagle_fsd.utils.progress import ProgressFactory, no_progress
 
 log = logging.getLogger(__name__)
 
-#: Estimate of the length of chats that are not encoded yet.
+#: Bytes per token, to estimate the lengths of chats that are not encoded yet.
 BYTES_PER_TOKEN = 4
 
 
@@ -62,8 +62,8 @@ def train(
 
     :mod:`~eagle_fsd.train.training_folder` lists the files. ``progress`` reports ``reading`` (in
     bytes), ``rewriting``, ``features``, ``measuring`` and ``counting`` (in chats); ``on_metrics``
-    receives what is trained and the metrics of every logged step and validation. Raises
-    TrainingError if training could not continue, and KeyboardInterrupt if a signal stopped it.
+    receives what is trained and the metrics of every logged step and validation. Raises ValueError
+    for unsuitable options or data, TrainingError if training fails, KeyboardInterrupt on a signal.
     """
     config = config or TrainConfig()
     accelerator = accelerator or make_accelerator(request.out, cpu=request.device_map == "cpu")
@@ -186,7 +186,7 @@ def train(
 def make_accelerator(out: str | Path, cpu: bool = False) -> Accelerator:
     """Create an accelerator, with mixed precision in bfloat16 on hardware that is faster in it.
 
-    A precision set by ``accelerate launch`` takes precedence. ``out`` receives TensorBoard's files.
+    Under ``accelerate launch``, its precision applies. ``out`` receives TensorBoard's files.
     """
     cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU") or torch.backends.mps.is_available()
     precision = None

@@ -73,8 +73,8 @@ def synthesize(
 
     While it runs, all new chats are in ``OUT.part0``, in order of completion. ``progress`` reports
     ``writing`` (in usable chats). Raises ValueError if the chat template shows no header of a
-    user's message, the target writes few usable chats, or the output has more chats than
-    ``request.count`` or was written with other options; KeyboardInterrupt if a signal stops it.
+    user's message, the target writes few usable chats, a server fails, or the output has more
+    chats than ``request.count`` or other options; KeyboardInterrupt if a signal stops it.
     """
     config = config or SynthesizeConfig()
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:

@@ -186,10 +186,10 @@ class Trainer:
     def run(self) -> DraftHead:
         """Train to the last step, from the folder's newest checkpoint if there is one.
 
-        The first Ctrl-C or SIGTERM stops training after the current step and a checkpoint, the
-        second one at once. Returns :meth:`copy_head`. Raises TrainingError if the loss or its
-        gradient is not finite, memory ran out, or a checkpoint could not be written; earlier ones
-        are kept.
+        The first Ctrl-C or SIGTERM stops training (KeyboardInterrupt) after the current step and a
+        checkpoint, the second one at once. Returns :meth:`copy_head`. Raises TrainingError if the
+        loss or its gradient is not finite, memory ran out, or a checkpoint could not be written;
+        earlier ones are kept.
         """
         newest = self.folder.newest_checkpoint()
         if newest is not None:

@@ -159,7 +159,7 @@ class TrainingFolder:
         return read_jsonl(path) if path.exists() else []
 
     def is_validated(self, step: int) -> bool:
-        """Whether there are metrics of a validation after a step."""
+        """Whether the metrics include a validation at a step."""
         return any((line["kind"], line["step"]) == ("validation", step) for line in self.metrics())
 
     def rewind_metrics(self, step: int) -> None:

@@ -37,7 +37,7 @@ from eagle_fsd.utils.signals import StopSignals
 _LATER_OPTIONS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 #: Statuses by which a server rejects a single request, such as one that exceeds its context.
 REJECTIONS = (400, 413, 422)
-#: Seeds of a chat, one for every message; a longer chat shares seeds with the next one.
+#: Number of seeds of a chat, one for every message; a longer chat shares seeds with the next one.
 SEEDS_PER_CHAT = 1024
 
 #: Called with numbers of new tokens.
@@ -283,9 +283,9 @@ def refuse_local_options(request: TargetOptions, *names: str) -> None:
 
 
 def prepare_output(out: Path, fingerprint: dict[str, Any], overwrite: bool = False) -> None:
-    """Write the fingerprint, or check it against an earlier run's and delete partial lines.
+    """Delete partial lines of an earlier run, and write the fingerprint of this one.
 
-    ``overwrite`` deletes what was written from other chats or options.
+    Raises ValueError for an output of other chats or options, unless ``overwrite`` deletes it.
     """
     before = read_fingerprint(out)
     before.pop("batch_size", None)  # of earlier versions

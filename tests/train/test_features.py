@@ -278,6 +278,10 @@ def test_bfloat16_is_chosen_for_a_cpu_that_is_faster_in_it(
     monkeypatch.setattr(loaded_target, "_time_product", lambda dtype: dtype.itemsize)
     found = [fastest_dtype(device) for device in (None, "cuda:0", "cpu", torch.device("cpu"))]
     assert found == [None, None, "bfloat16", "bfloat16"]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        assert fastest_dtype("auto") == fastest_dtype() == "bfloat16"
+    assert fastest_dtype("auto") is None
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
     for cpu in (True, False):
         monkeypatch.setenv("ACCELERATE_USE_CPU", str(not cpu))

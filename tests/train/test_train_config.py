@@ -69,6 +69,8 @@ def test_files_set_options(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("# mine\nlr: 1e-3\nunroll: 3\ndivergence_loss: tv\nbias: true\n")
     assert read_config(path) == {"lr": 1e-3, "unroll": 3, "divergence_loss": "tv", "bias": True}
+    path.write_text("clip: 1.5e1\nnoise: 2.e0")
+    assert read_config(path) == {"clip": 15.0, "noise": 2.0}
     path.write_text("")
     assert read_config(path) == {}
     config = TrainConfig(lr=1e-4, max_steps=7, bias=True)
@@ -82,6 +84,8 @@ def test_invalid_files_are_reported_in_one_line(tmp_path: Path) -> None:
         ("learning_rate: 1", "unknown option learning_rate; the options are .*epochs"),
         ("epochs: 0", r"epochs must be an integer in \[1, 10000\]; got 0"),
         ("- epochs", "mapping"),
+        ("[]", "mapping"),
+        ("1: 2", "unknown option 1; the options are .*epochs"),
         ("epochs: [1", ""),
         ("epochs: !!python/object:os.system x", ""),
     ):
