@@ -1,7 +1,7 @@
 """Compile a grammar from standard input within bounds on time and memory.
 
 A program that :mod:`eagle_fsd.chat.grammar` runs, because compiling can take exponential time.
-It is killed if the grammar exceeds the bounds, and imports nothing of the package, to start fast.
+It fails if the grammar exceeds the bounds, and imports nothing of the package, to start fast.
 """
 
 from __future__ import annotations

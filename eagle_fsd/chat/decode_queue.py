@@ -64,7 +64,7 @@ class AbortedError(DecodingError):
 
 @dataclass(frozen=True)
 class JobUpdate:
-    """The increment of a streamed answer; ``finish_reason`` is None but in the last one."""
+    """The increment of a streamed answer; ``finish_reason`` is None except in the last."""
 
     pieces: Sequence[Piece]
     usage: dict[str, int]
@@ -105,7 +105,8 @@ class Job(Generic[Task]):
         """Iterate over the updates of the answer, or the result of other work.
 
         Closing the iterator cancels the job. Raises DecodingError, QueueFullError if another
-        request took the job's place, or RequestError if the request's own options leave no token.
+        request took the job's place, RequestError if the request's own options leave no token, or
+        the error of other work.
         """
         try:
             while True:
@@ -145,10 +146,11 @@ class DecodeQueue:
     """A queue of requests, and the thread that decodes them.
 
     A free row of the batch is given to the client that has the fewest rows; among these, to the one
-    whose last request started first; and to that client's requests in order of arrival. At most
-    ``max_waiting`` requests wait beside the ``max_batch`` that are being decoded; beyond that, a
-    request takes the place of the newest one of a client with more requests, or is refused. A step
-    that takes more than ``stall_timeout`` seconds has stalled. Events are counted in ``metrics``.
+    that has waited longest since its last request started; and to that client's requests in order
+    of arrival. At most ``max_waiting`` requests, beside ``admitted`` ones, wait while ``max_batch``
+    are being decoded; a further one takes the place of the newest one of a client with more
+    requests, or is refused. A step or call that takes more than ``stall_timeout`` seconds has
+    stalled. Events are counted in ``metrics``.
     """
 
     def __init__(
@@ -161,7 +163,7 @@ class DecodeQueue:
         self._waiting: list[Job[AnswerRequest]] = []
         self._calls: list[Job[Any]] = []  # their tasks are Work
         self._active: set[Job[Any]] = set()  # taken from these lists and not finished
-        self._started: dict[str, float] = {}  # when clients' last requests started
+        self._started: dict[str, float] = {}  # when waiting clients' last requests started
         self._closed = self._draining = False
         self._working_since: float | None = None  # when the current step or call began
         self._failures = 0  # steps in a row that failed
@@ -338,9 +340,11 @@ class DecodeQueue:
             if not self._waiting:
                 return None
             rows = Counter(row.job.client for row in self._rows.values())
-            present = {*rows, *(job.client for job in self._waiting)}
-            started = {client: self._started.get(client, 0.0) for client in present}
-            job = min(self._waiting, key=lambda job: (rows[job.client], started[job.client]))
+            started = {job.client: self._started.get(job.client, 0.0) for job in self._waiting}
+            job = min(
+                self._waiting,
+                key=lambda job: (rows[job.client], max(job.submitted, started[job.client])),
+            )
             self._waiting.remove(job)
             self._active.add(job)
             self._started = {**started, job.client: time.monotonic()}

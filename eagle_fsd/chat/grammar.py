@@ -27,7 +27,7 @@ MAX_LENGTH = 65_536
 #: could fill its answer with more.
 WHITESPACE = r"( |\r?\n[ \t]{0,32})?"
 
-#: Keywords of a schema that compile in proportion to its length.
+#: Keywords of a schema that compiles in less than a second at half the maximum length.
 SIMPLE = {
     *("type", "properties", "required", "additionalProperties", "items", "enum", "const"),
     *("title", "description", "default", "examples", "minimum", "maximum"),
@@ -86,7 +86,8 @@ def json_grammar(
     if sum(map(len, rules)) > MAX_LENGTH:
         raise ValueError(f"the schemas must have at most {MAX_LENGTH} characters of JSON")
     grammar = LLMatcher.grammar_from_lark("\n".join(rules))
-    if not all(_is_simple(schema) for _, schema, _ in alternatives):
+    simple = all(_is_simple(schema) for _, schema, _ in alternatives)
+    if not simple or len(grammar) > MAX_LENGTH // 2:
         _check_cost(grammar)
     vocabulary = _vocabulary(tokenizer, vocab_size, tuple(end_tokens))
     matcher = LLMatcher(vocabulary, grammar, log_level=0)

@@ -289,6 +289,6 @@ def score_prompt(
         scores.own[rows] = log_probs.gather(1, ids[0, done + 1 : rows.stop + 1, None])[:, 0].cpu()
         scores.top[rows], scores.top_tokens[rows] = log_probs.topk(count, -1)
         done = rows.stop
-    if scores.own[:done].isnan().any():
+    if not scores.own[:done].isfinite().all():
         raise FloatingPointError("the target produced NaN or infinite logits")
     return PromptScores(scores.own[:done], scores.top_tokens[:done], scores.top[:done])

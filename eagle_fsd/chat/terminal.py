@@ -46,15 +46,16 @@ from eagle_fsd.utils.text import escape_control_chars, one_line
 STYLES = ("simple", "rich", "programmatic")
 #: End of a message in FastChat's programmatic style.
 END_OF_MESSAGE = " __END_OF_A_MESSAGE_47582648__\n"
-FASTCHAT_COMMANDS = ("!!exit", "!!reset", "!!remove", "!!regen", "!!save", "!!load")
+FILE_COMMANDS = ("!!save", "!!load")
+FASTCHAT_COMMANDS = ("!!exit", "!!reset", "!!remove", "!!regen", *FILE_COMMANDS)
 
 
 def _command(option: str) -> str:
     return "!!" + option.replace("_", "-")
 
 
-#: Commands, the attribute of the session or the pair, and its field that they set.
-#: ``!!tree-top-k`` sets the tree's ``top_k``.
+#: For each command, the attribute of the session or the pair that holds its option, and the
+#: option's name. ``!!tree-top-k`` sets the tree's ``top_k``.
 COMMANDS = (
     {_command(name): ("options", name) for name in AnswerOptions.model_fields}
     | {_command(name): ("acceptance", name) for name in AcceptanceConfig.model_fields}
@@ -199,7 +200,7 @@ class ChatSession(TerminalSession):
     def _fit(self, chat: Chat) -> Tensor:
         ids, dropped = fit_chat(self.model, self.chat_template, chat)
         if dropped:
-            self.note(f"the chat exceeds the context; its {dropped} oldest messages are left out")
+            self.note(f"the chat is too long; its {dropped} oldest messages are left out")
         return ids
 
     def print_stats(self) -> None:
@@ -290,7 +291,7 @@ class _CommandInput:
         super().stream_output(output_stream)  # type: ignore[misc]
 
     def prompt_for_input(self, role: str) -> str:
-        """Read lines until one is for FastChat's loop, handling our own commands."""
+        """Read lines until one is for FastChat's loop, handling the additional commands."""
         while True:
             try:
                 line = super().prompt_for_input(strip_markers(role))  # type: ignore[misc]
@@ -301,20 +302,21 @@ class _CommandInput:
             if not line.lstrip().startswith("!!"):
                 return line
             line = line.strip()  # FastChat does not recognize commands with surrounding spaces
-            command, _, argument = line.partition(" ")
-            argument = argument.strip()
+            command, argument = [*line.split(maxsplit=1), ""][:2]
             message = self.session.set_option(command, argument)
             if command == "!!help":
                 message = HELP + " ".join(self.session.option_names)
             elif message is None and command not in FASTCHAT_COMMANDS:
                 message = f"unknown command {command} (see !!help)"
+            elif message is None and argument and command not in FILE_COMMANDS:
+                message = f"{command} takes no argument; got {argument}"
             if message is None:
                 try:
                     message = _file_error(command, argument)
                 except OSError as error:  # a folder that may not be searched, or a long name
                     message = f"cannot use {argument}: {error.strerror}"
             if message is None:
-                return f"{command} {argument}".rstrip()  # FastChat splits at every space
+                return f"{command} {argument}".rstrip()  # FastChat keeps further spaces
             self.session.note(message)
 
     def prompt_for_output(self, role: str) -> None:
@@ -348,7 +350,7 @@ class RichDisplay(_CommandInput, fastchat_cli.RichChatIO):
     def __init__(self, session: TerminalSession, multiline: bool, mouse: bool) -> None:
         super().__init__(multiline, mouse)
         self.session = session
-        self._completer.words += COMMANDS
+        self._completer.words += map(_command, session.option_names)
 
     def show(self, output_stream: Iterable[dict[str, Any]]) -> None:
         """Print an answer as it is generated."""
@@ -407,7 +409,7 @@ def run_chat(
 ) -> None:
     """Run FastChat's chat loop until the user leaves it."""
     register_template()
-    if isinstance(sys.stdin, io.TextIOWrapper):  # replace bytes that are no characters
+    if isinstance(sys.stdin, io.TextIOWrapper):  # replace undecodable bytes
         sys.stdin.reconfigure(errors="replace")
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
@@ -420,7 +422,7 @@ def run_chat(
         return session.stream(params["prompt"], params.get("stop"), params.get("stop_token_ids"))
 
     session.print_opening()
-    # FastChat's loop reads a context length, of which it makes no use.
+    # FastChat's loop reads a context length, which it passes to `stream`.
     loaded = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=0)), None
     names = {
         "load_model": lambda *_, **__: loaded,

@@ -1,9 +1,9 @@
 """Encode chats as prompts, the only form that FastChat's servers transport.
 
-FastChat's API server formats a chat with a template that it guesses from the model's name, in a
-process without a tokenizer. Here it gets a template that only separates messages by control
-characters. The worker decodes the prompt into messages and applies the target's own chat template.
-A prompt that does not begin with such a character is a raw prompt.
+FastChat's API server formats a chat in a process without a tokenizer, with a FastChat template that
+the worker sends to it. Here that template only separates messages by control characters. The worker
+decodes the prompt into messages and applies the target's own chat template. A prompt that does not
+begin with such a character is a raw prompt.
 """
 
 from __future__ import annotations

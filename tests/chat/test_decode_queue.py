@@ -164,6 +164,30 @@ def test_clients_get_equal_shares(model: EagleFSD) -> None:
         queue.close()
 
 
+def test_clients_with_one_request_at_a_time_do_not_overtake_others(model: EagleFSD) -> None:
+    """Client a has no request in the queue when c starts; its next one comes after that of b."""
+    queue = DecodeQueue(model, Limits(max_batch=1))
+    short, long = request(model, max_new_tokens=8), request(model, **LONG)
+    order: list[str] = []
+
+    async def finish(client: str, job: Job) -> None:
+        await collect(job)
+        order.append(client)
+
+    async def work() -> None:
+        first = [replace(short, client=client) for client in "bba"]
+        jobs = await submit_at_once(queue, *first, replace(long, client="c"))
+        updates = jobs[-1].updates()
+        await anext(updates)
+        again = queue.submit(replace(short, client="a"))
+        await updates.aclose()
+        await asyncio.gather(finish("b", jobs[1]), finish("a", again))
+
+    run(work)
+    queue.close()
+    assert order == ["b", "a"]
+
+
 def test_requests_of_a_busy_client_make_room_for_others(
     model: EagleFSD, queue: DecodeQueue, recorder: Recorder
 ) -> None:

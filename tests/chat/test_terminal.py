@@ -163,7 +163,10 @@ def test_commands_change_the_tree_that_decodes(
     assert noted.splitlines()[1:] == ["depth is 4", "total-tokens is 9", "depth is 4"]
 
 
-def test_fastchat_commands(model: EagleFSD, talk: Talk, tmp_path: Path) -> None:
+def test_fastchat_commands(
+    model: EagleFSD, talk: Talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     first = answer_to(model, "Hello!")
     file = tmp_path / "chat"
     printed, _ = talk(
@@ -183,6 +186,10 @@ def test_fastchat_commands(model: EagleFSD, talk: Talk, tmp_path: Path) -> None:
     assert "usage: !!save <filename>" in printed
     assert "usage: !!load <filename>" in printed
     assert "file not found: nowhere" in printed
+    printed, noted = talk("!!exit now", "!!save\t two words", f"!!load  {file} ")
+    assert "!!exit takes no argument; got now" in noted
+    assert "saving... two words.json" in printed
+    assert f"User: Hello!\nAssistant: {first}\nexit..." in printed
 
 
 def test_damaged_files_do_not_end_the_chat(talk: Talk, tmp_path: Path) -> None:

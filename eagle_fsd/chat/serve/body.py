@@ -22,6 +22,6 @@ class Body(Options):
     def _drop_nulls(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        if len(values) > MAX_MEMBERS:  # describing all of them would take seconds
+        if len(values) > MAX_MEMBERS:  # describing all of them would take long
             raise ValueError(f"must not have more than {MAX_MEMBERS} members")
         return {name: value for name, value in values.items() if value is not None}

@@ -48,7 +48,7 @@ LOG_RECORDS, LOG_PERIOD = 10, 60.0
 
 
 def run_server(server: BoundedServer) -> None:
-    """Run a server until SIGINT or SIGTERM.
+    """Run a server until SIGINT or SIGTERM, which is raised again once the server has stopped.
 
     Raises OSError if the address is invalid, the port is in use, or decoding fails repeatedly.
     """

@@ -70,8 +70,8 @@ class ServerMetrics:
         """Count a request that ends, is cancelled, fails or is refused.
 
         ``stats`` are the answer's :meth:`~eagle_fsd.chat.session.ChatAnswer.stats` and, if it
-        ended, its usage; empty if it never started, or decoding it failed. ``seconds_per_token``
-        counts from the end of the first step; None if there were no others.
+        ended, its usage; empty to count no tokens. ``seconds_per_token`` counts from the end of the
+        first step; None if there were no others.
         """
         if seconds_per_token is not None:
             self.token_seconds.observe(seconds_per_token)

@@ -52,7 +52,7 @@ MAX_CHOICES = 128
 #: Maximum number of texts in a request for embeddings, as in OpenAI's API.
 MAX_EMBEDDING_INPUTS = 2048
 MAX_TOKENS = 1_048_576
-#: Maximum number of log-probabilities in a response that is not streamed, of 100 bytes each.
+#: Maximum number of log-probabilities in a response that is not streamed, of about 100 bytes each.
 MAX_LOGPROBS = 262_144
 MAX_BIASES = 300
 #: Parameters that are passed on as they are.
@@ -158,7 +158,7 @@ class Message(Body):
 
 
 def to_chat(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return a chat with one system message, at the beginning: many templates allow no other."""
+    """Return a chat with its system messages joined in front: many templates allow no others."""
     system: list[str] = []
     chat: list[dict[str, Any]] = []
     for message in messages:

@@ -179,7 +179,7 @@ class ToolParser:
             if not isinstance(arguments, dict):
                 raise ValueError("the arguments are not an object")
             text = json.dumps(arguments, allow_nan=False)
-            function = {"name": value["name"], "arguments": text}
+            function = {"name": str(value["name"]), "arguments": text}
             # Mistral's templates accept ids of this length only.
             identity = {"id": token_hex(5)[:9], "type": "function"}
             calls.append({"index": index, **identity, "function": function})

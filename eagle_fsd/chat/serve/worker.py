@@ -2,8 +2,8 @@
 
 :class:`FSDWorker` registers with FastChat's controller; :func:`worker_app` serves FastChat's worker
 protocol, including its error codes, so FastChat's controller, API server and web page work
-unchanged. Both are implemented here because FastChat's routes leak a semaphore slot on every error,
-and its base class redirects the standard streams to log files.
+unchanged. Both are implemented here because FastChat's routes leak a semaphore slot if a request
+fails, and its base class redirects the standard streams to log files.
 """
 
 from __future__ import annotations
