@@ -16,7 +16,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-#: The environment of vLLM, which reads it when it is imported.
+#: Environment variables for vLLM, to be set before it is imported.
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -32,7 +32,7 @@ from measurement import Table, new_parser, parse, parse_tree, progress, save_rep
 
 from eagle_fsd import TreeConfig
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
-from eagle_fsd.bundled.problems import chat_messages, problems
+from eagle_fsd.bundled.problems import problems
 from eagle_fsd.model.config import SETTINGS_FILE
 from eagle_fsd.model.loading import load_tokenizer
 
@@ -111,7 +111,7 @@ def answer_requests(count: int, new_tokens: int) -> list[dict[str, Any]]:
     return [
         {
             "prompt": tokenizer.apply_chat_template(
-                chat_messages((problem.question, ""))[:-1],
+                [{"role": "user", "content": problem.question}],
                 add_generation_prompt=True,
                 tokenize=False,
             ),

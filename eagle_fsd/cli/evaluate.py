@@ -39,9 +39,9 @@ def evaluate(
         tuple[MethodName, ...],
         Parameter(
             name=("--method", "-m"),
-            help="Methods to compare: fsd uses the settings of this command, and is skipped if"
-            " exact has the same; hf is Hugging Face's generate, rules are other acceptance rules"
-            " from the literature.",
+            help="Methods to compare: fsd uses the settings of this command or of fsd.json, and is"
+            " skipped if exact has the same; hf is Hugging Face's generate, rules are other"
+            " acceptance rules from the literature.",
         ),
     ] = DEFAULT_METHODS,
     formats: Annotated[
@@ -105,6 +105,6 @@ def print_formats(as_json: bool) -> None:
     for name, meaning in GRADERS.items():
         out.print(f"  {name}: {meaning}")
     out.print(
-        "  FILE.py:FUNCTION: calls FUNCTION(answer, question), with the model's answer and the row"
-        " as a dictionary, which returns True, False, or None for no score"
+        "  FILE.py:FUNCTION: FUNCTION(answer, question), called with the model's answer and the row"
+        " as a dictionary, returns True, False, or None for no score"
     )

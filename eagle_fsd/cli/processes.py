@@ -26,7 +26,7 @@ def check_single_process(command: str) -> None:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1:
         raise OptionsError(
-            f"{command} requires a single process; got {processes}. --device auto spreads the"
+            f"{command} requires a single process; got {processes}. --device auto spreads a"
             " target over several GPUs"
         )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from eagle_fsd.model.acceptance import DelayedRule, WrappedRule
 from eagle_fsd.model.verify import AcceptanceRule, Origin, Verification, VerificationInputs
 
-#: Seconds between two lines about the tokens that the rule accepted.
+#: Least number of seconds between two lines about the tokens that the rule accepted.
 REPORT_INTERVAL = 60.0
 
 
@@ -78,7 +78,7 @@ class EngineRule:
             self.states.store(self.rule.advance(inputs, found))
 
     def count(self, origins: Tensor) -> None:
-        """Count tokens, given their :class:`Origin` as int64 of any shape; log once a minute."""
+        """Count tokens by their :class:`Origin`, int64 of any shape; log at most once a minute."""
         if self._counts is None:
             self._counts = origins.new_zeros(len(Origin))
         self._counts.scatter_add_(0, origins.flatten(), torch.ones_like(origins).flatten())

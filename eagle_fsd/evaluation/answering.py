@@ -342,7 +342,8 @@ def _average(runs: Sequence[Sequence[Turn]]) -> list[Turn]:
     found = []
     for same in zip(*runs, strict=True):
         spent = [turn.get("phases", {}) for turn in same]
-        phases = {name: fmean(item.get(name, 0.0) for item in spent) for name in spent[0]}
+        names = dict.fromkeys(name for item in spent for name in item)  # "graph" may come later
+        phases = {name: fmean(item.get(name, 0.0) for item in spent) for name in names}
         latency = fmean(turn["latency"] for turn in same)
         found.append({**same[0], "phases": phases, "latency": latency})
     return found
@@ -351,8 +352,7 @@ def _average(runs: Sequence[Sequence[Turn]]) -> list[Turn]:
 def answer_seed(seed: int, question_id: int | str, sample: int, turn: int) -> int:
     """Return the seed, below 2**56, with which a turn of an answer is sampled.
 
-    It depends neither on the other questions of a run nor on their order, so a larger run
-    draws the same answers.
+    It depends neither on the other questions of a run nor on their order.
     """
     key = json.dumps([seed, question_id, sample, turn])
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")

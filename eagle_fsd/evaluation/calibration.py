@@ -153,7 +153,7 @@ class Task:
     ) -> Report | None:
         """Answer the first questions with methods; in a subfolder, without judge."""
         request, config = self.selecting if selects else (self.request, self.config)
-        # Answers are decoded without compilation, which only speeds depend on.
+        # Answers are decoded without compilation; only speeds are measured with it.
         unused: dict[str, Any] = {"compile": False}
         if folder:
             unused["judge_base_url"] = None
@@ -292,8 +292,8 @@ def warn(task: Task) -> None:
         log.warning("fsd.json cannot state --draft-vocabulary, so it will hold no certificate")
     if task.model.drafter.learns:
         log.warning(
-            "the drafter learns from what it decodes: with a threshold above 0, answers depend on"
-            " the questions before, and the bound holds for this order of questions"
+            "the drafter learns from what it decodes: unless decoding is lossless, answers depend"
+            " on the questions before, and the bound holds for this order of questions"
         )
 
 
@@ -325,7 +325,7 @@ def select(task: Task) -> None:
 def fix_tests(
     task: Task, trees: TreePlan, workload: Workload, plan: Sequence[Setting]
 ) -> tuple[Method, list[Method]]:
-    """Measure speeds, which the rows take over, and choose exact decoding's tree and the tests.
+    """Measure speeds, add them to the rows, and choose exact decoding's tree and the tests.
 
     A calibration that is resumed tests what it has fixed, but measures speeds again.
     """

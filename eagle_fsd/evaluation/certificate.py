@@ -20,7 +20,7 @@ SELECTION_SHARE = 0.2
 MAX_TESTS = 3
 #: Error for questions without reference answers.
 NO_SCORE = (
-    "these questions have no score, so a loss cannot be bounded: add reference answers, pass"
+    "some questions have no score, so a loss cannot be bounded: add reference answers, pass"
     " --grader, or calibrate with --measure agreement; without references, eagle-fsd evaluate"
     " compares answers token by token and, with --judge-mode pair, by a judge"
 )
@@ -61,7 +61,7 @@ def split_questions(questions: Sequence[Question]) -> tuple[list[Question], list
 
     The former are the first questions of each category, :data:`SELECTION_SHARE` of all questions
     but at least one in total, with the shares of the categories in the whole set, up to rounding.
-    The latter are the others, without those that repeat the messages of one of the former.
+    The latter are the others, without those that repeat the turns of one of the former.
     """
     count = max(1, round(SELECTION_SHARE * len(questions)))
     categories = Counter(question.category for question in questions)
@@ -120,12 +120,10 @@ def warn_of_few(bounds: LossBounds, fresh: Sequence[Question]) -> str | None:
             least_questions(bounds.max_drop / 100, confidence_per_test(bounds.confidence, tests))
             for tests in (1, MAX_TESTS)
         )
-        advice = (
-            f"{one} can, {several} if {MAX_TESTS} settings are tested; use a larger --count, or"
-        )
+        advice = f"{one} can, {several} if {MAX_TESTS} settings are tested; use more questions, or"
     return (
-        f"{len(fresh)} fresh questions cannot show a loss below {points_text(least)} points"
-        f" even if nothing is lost; {advice} a --max-drop above {bounds.max_drop:g}"
+        f"{len(fresh)} fresh questions cannot show a loss within --max-drop {bounds.max_drop:g}"
+        f" even if nothing is lost; {advice} a --max-drop of at least {points_text(least)}"
     )
 
 

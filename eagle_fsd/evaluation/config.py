@@ -40,7 +40,7 @@ class EvaluationRequest(PairOptions):
         None,
         ge=1,
         description="Number of questions, spread evenly over the set's categories; default: all"
-        " of them, tune 32; of bundled 100, calibrate 2000, bench 20; of bundled-edits 100.",
+        " of them, of bundled 100 (calibrate 2000, bench 20) and bundled-edits 100; for tune 32.",
     )
     skip: int = Field(
         0,
@@ -60,13 +60,13 @@ class EvaluationRequest(PairOptions):
         ge=0,
         le=100,
         description="Show this many worked examples, the set's first questions with an answer,"
-        " before every question. Required for a target without chat template; with 0, it continues"
-        " the prompt as it is.",
+        " before every question. Required without a chat template, of the target or by"
+        " --conv-template; 0 then continues the prompt as it is.",
     )
     out: Path | None = Field(
         None,
         description="Folder for answers and report, from which an interrupted run resumes; default:"
-        " runs/COMMAND/QUESTIONS, but nothing is kept by bench.",
+        " runs/COMMAND/QUESTIONS (with servers: runs/servers/QUESTIONS); bench keeps nothing.",
     )
     baseline: Literal["hf"] | None = Field(
         None, description="'hf': also measure Hugging Face's generate."
@@ -78,9 +78,9 @@ class EvaluationRequest(PairOptions):
     )
     execute_code: bool = Field(
         False,
-        description="Run the code in answers to humaneval, in a sandbox of bubblewrap. Where"
-        " bubblewrap is missing or does not work, this is not a security boundary and requires"
-        " --unsafe.",
+        description="Run the code in answers to humaneval, or to a file in its format, in a sandbox"
+        " of bubblewrap. Where bubblewrap is missing or does not work, this is not a security"
+        " boundary and requires --unsafe.",
     )
     unsafe: bool = Field(
         False,
@@ -96,7 +96,7 @@ class EvaluationRequest(PairOptions):
     judge_mode: Literal["single", "pair"] = Field(
         "single",
         description="'single' rates each answer from 1 to 10, 'pair' compares it with exact"
-        " decoding's in both orders.",
+        " decoding's (with servers: the first one's) in both orders.",
     )
     judge_parallel: int = Field(4, ge=1, description="Concurrent requests to the judge.")
 
@@ -185,8 +185,8 @@ class SelectionConfig(Options):
 
     select_on: str | None = Field(
         None,
-        description="Question set or file that selects the settings, so that all QUESTIONS certify"
-        " them; default: a fifth of QUESTIONS.",
+        description="Question set or file that selects the settings, so that all other QUESTIONS"
+        " certify them; default: a fifth of QUESTIONS.",
     )
     select_regret: float | None = Field(
         None,
@@ -305,8 +305,8 @@ class ServerOptions(LossBounds):
     )
     certify: ExistingFile | None = Field(
         None,
-        description="With two servers: the fsd.json file that the second one uses. If the loss is"
-        " at most --max-drop, its certificate is replaced.",
+        description="With two servers: the fsd.json file that the second one uses. If the bound on"
+        " the loss is at most --max-drop, its certificate is replaced.",
     )
     engine: str | None = Field(
         None,

@@ -72,6 +72,6 @@ def _cell(pieces: Sequence[dict[str, Any]]) -> str:
 
 
 def _escape(text: str) -> str:
-    """Escape control characters and Markdown's punctuation, except vertical bars."""
+    """Escape control characters, HTML and inline Markdown, except vertical bars."""
     text = escape_control_chars(text).replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"([\\`*_{}\[\]#~$])", r"\\\1", text)

@@ -42,7 +42,7 @@ class Method:
     decoder: Literal["fsd", "ar", "hf"] = "fsd"
     #: Draft model for Hugging Face's assisted generation, or ``"ngram"`` for prompt lookup.
     assistant: PreTrainedModel | Literal["ngram"] | None = None
-    #: Markers at the beginning of a line between which ``rule`` applies; without the first one, it
+    #: Markers, encoded after a newline, between which ``rule`` applies; without the first one, it
     #: applies from the beginning of the answer. Of a marker of several tokens, the last one counts.
     phase: tuple[str | None, str] | None = None
     #: Shape of the draft tree; default: the model's, which may depend on the batch.
@@ -202,7 +202,7 @@ def fsd_method(
 
 
 def given_acceptance(settings: Settings | None) -> AcceptanceConfig:
-    """Return the options that all settings to compare share: those given, no calibrated ones."""
+    """Return the options that settings to compare share: those given, not the drafter's own."""
     return AcceptanceConfig().updated(**settings.acceptance) if settings else AcceptanceConfig()
 
 

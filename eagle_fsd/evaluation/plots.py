@@ -203,7 +203,7 @@ def _draw_point(ax: Any, point: Point, color: str) -> None:
 
 
 def _place_labels(ax: Any, labels: Sequence[tuple[Point, str, str]]) -> None:
-    """Label points, the first ones first, where a label covers nothing; omit the others."""
+    """Label points in order, where a label covers no point, label or legend; omit the others."""
     from matplotlib.transforms import Bbox
 
     floor, radius = ax.get_ylim()[0], 5 * ax.get_figure().dpi / 72

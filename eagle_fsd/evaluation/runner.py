@@ -324,7 +324,7 @@ class PairEvaluation(Evaluation):
         return self.methods[name].describe(self.model, rows)
 
     def inputs(self) -> dict[str, Any]:
-        """See :meth:`Evaluation.inputs`; hashes tell weights from others of the same name."""
+        """See :meth:`Evaluation.inputs`; hashes distinguish weights of the same name."""
         model = self.model
         chat = [{"role": "user", "content": "Hello!"}]
         prompt = encode_prompt(chat, model.tokenizer, self.chat_template)[0].tolist()
@@ -340,7 +340,7 @@ class PairEvaluation(Evaluation):
         }
 
     def open(self) -> None:
-        """Check that the chat template accepts all questions; see :meth:`Evaluation.open`."""
+        """Check that the chat template accepts all first turns; see :meth:`Evaluation.open`."""
         for question in self.questions:
             try:
                 self.chat_template.render(question.first_chat(), add_generation_prompt=True)
@@ -405,13 +405,14 @@ def evaluate(
         The report on the first process, None on the others.
 
     Raises:
-        OptionsError: A method is unknown, or options contradict each other.
+        OptionsError: A name is unknown, options contradict each other, or a sandbox is missing.
         LoadError, CheckpointError: The target or the drafter cannot be loaded.
         QuestionSetError, QuestionError: The questions cannot be found or read.
-        GraderError: A user's grader failed; the answers are kept.
+        GraderError, SandboxError: A user's grader or the sandbox failed; the answers are kept.
         JudgeError: The judge failed; the report is written without its ratings.
-        ValueError: The chat template is missing or rejects a question, or the output folder is in
-            use, damaged or holds answers with other settings.
+        ValueError: The chat template is missing or rejects a question, the assistant's vocabulary
+            differs, or the output folder is in use, damaged or holds answers with other settings.
+        FloatingPointError, MemoryError: See :meth:`EagleFSD.generate`; unsaved answers are lost.
     """
     config, chosen = config or EvaluationConfig(), find_methods(methods)
     folder, names = request.output_folder("evaluate"), [method.name for method in chosen]

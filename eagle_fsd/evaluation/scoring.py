@@ -74,8 +74,8 @@ def _plain_text(answer: str) -> str:
     return text
 
 
-# A number is a fraction, possibly mixed, or digits with or without separators. It is neither an
-# exponent nor part of a longer number, and a hyphen that joins it to a word is not a minus sign.
+# A number is a fraction, possibly mixed, or digits with or without separators. It neither follows
+# "^" nor is part of a longer number, and a hyphen that joins it to a word is not a minus sign.
 _DIGITS = (
     r"(?:(?<!/)(?:\d+ )?\d+/\d+(?![\d/]|\.\d)"
     r"|(?:\d{1,3}(?:,\d{2,3}){0,8},\d{3}(?!\d)|\d+)(?:\.\d+)?)"

@@ -66,8 +66,8 @@ def candidate_methods(
     """Return the acceptance settings to choose from, without trees, as far as an engine has them.
 
     To the grid, priced paths without a gate are added, and :data:`CALIBRATED_RULES` with ``rules``.
-    All share the options in ``settings``. Raises OptionsError if the engine does not apply its rule
-    at this temperature, or does not support one of the shared options.
+    All share the options in ``settings`` that they do not set. Raises OptionsError if the engine
+    does not apply its rule at this temperature, or does not support one of the shared options.
     """
     # The highest floor first, see :func:`plan_settings`.
     methods = [method for group in reversed(fsd_series(grid).values()) for method in group]
@@ -144,7 +144,7 @@ def check_accuracy(exact: Row, max_drop: float) -> None:
 def drop_settings(
     plan: Sequence[Setting], rows: Mapping[str, Row], bounds: LossBounds, fresh: int, kept: int
 ) -> list[Setting]:
-    """Keep the settings with the largest expected gain, in their order.
+    """Keep up to ``kept`` settings, those with the largest expected gain, in their order.
 
     Only the most promising tree of an acceptance setting remains. Of several settings that decoded
     the same, only one remains, because their tests would have the same outcome. ``fresh`` is the
@@ -189,8 +189,8 @@ def chance(row: Row, bounds: LossBounds, fresh: int, tests: int = 1) -> float:
     """Estimate the probability that a setting will be certified, given its answers so far.
 
     The shares of lost and gained answers are drawn from their posterior distribution under
-    Jeffreys' prior, and the outcomes of ``fresh`` further questions from these shares. The
-    settings of up to ``tests`` tests share the error probability.
+    Jeffreys' prior, and the outcomes of ``fresh`` further questions from these shares. The error
+    probability is divided among ``tests`` tests.
     """
     level = confidence_per_test(bounds.confidence, tests)
     return _chance(*outcomes(row), fresh, bounds.max_drop / 100, level)

@@ -89,8 +89,8 @@ class ServerAnswerer(Answerer[ComparedServer]):
     ) -> Iterator[Record]:
         """See :meth:`Answerer.answer`.
 
-        If the server fails or the run is interrupted, the answers that were complete are yielded
-        before the exception is raised.
+        If the server fails or the run is interrupted, the records of questions with complete
+        answers are yielded before the exception is raised.
         """
         answers = self.conversations(questions, self.config.answers)
         begin, seconds = time.perf_counter(), 0.0
@@ -217,9 +217,9 @@ def evaluate_servers(
     """
     config, folder = config or EvaluationConfig(), request.output_folder("servers")
     changed = request.model_dump(exclude_defaults=True)
-    given = changed.keys() & {*PairOptions.model_fields, "baseline", "assistant"}
-    if given:
-        raise OptionsError(f"--server compares servers, which {min(given)} does not affect")
+    if given := changed.keys() & {*PairOptions.model_fields, "baseline", "assistant"}:
+        option = min(given).replace("_", "-")
+        raise OptionsError(f"--server compares servers, which --{option} does not affect")
     questions = checked_questions(request, config, progress)
     if options.certify is not None:
         check_sampling(config)

@@ -196,7 +196,7 @@ class _LossTest:
     def _probabilities(self, loss: float, gain: np.ndarray) -> np.ndarray:
         """Return the outcomes' ``[G]`` probabilities for ``gain``, values of ``P(gained)``."""
         count = len(self.largest) - 1
-        # Numbers of gains within 7.5 standard deviations; the others have a probability of 1e-12.
+        # Numbers of gains within 7.5 standard deviations; others have a probability below 1e-12.
         width = 7.5 * np.sqrt(count * gain * (1 - gain)) + 12
         first = np.maximum(0, np.floor(count * gain - width)).astype(int)
         gained = first[:, None] + np.arange(math.ceil(2 * width.max()) + 2)
@@ -252,6 +252,6 @@ def _largest_losses(count: int, loss: float, z: float) -> np.ndarray:
 
 
 def mcnemar_p(lost: int, gained: int) -> float:
-    """Return the two-sided p-value of McNemar's exact test of two equally accurate methods."""
+    """Return the two-sided p-value of McNemar's exact test of equal accuracy."""
     total = lost + gained
     return float(stats.binomtest(lost, total).pvalue) if total else 1.0

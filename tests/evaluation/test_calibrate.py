@@ -279,10 +279,11 @@ def test_what_cannot_be_calibrated_is_rejected_early(run: Run) -> None:
         (3.0, "None"),
         (
             0.5,
-            "100 fresh questions cannot show a loss below 2.97 points even if nothing is lost; 600"
-            " can, 869 if 3 settings are tested; use a larger --count, or a --max-drop above 0.5",
+            "100 fresh questions cannot show a loss within --max-drop 0.5 even if nothing is lost;"
+            " 600 can, 869 if 3 settings are tested; use more questions, or a --max-drop of at"
+            " least 2.97",
         ),
-        (0.0, "; use a --max-drop above 0"),
+        (0.0, "; use a --max-drop of at least 2.97"),
     ):
         assert str(warn_of_few(LossBounds(max_drop=max_drop), scored)).endswith(warning)
     for asked, words in (

@@ -318,6 +318,9 @@ def test_wrong_template(healthy: Measurements, monkeypatch: pytest.MonkeyPatch) 
     assert "<|im_start|>, <|im_end|> not in the target's vocabulary" in found.evidence
     assert "'<|{role}|>{content}<|end|>'" in str(found.step)
     assert check_template(healthy).level == "ok"
+    assert others[-1][2].startswith("remove the chat_template")
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    assert candidate_templates(tokenizer)[-1][2].startswith("do not pass --conv-template")
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,12 @@ def test_code_is_found_in_every_form() -> None:
         assert result.passed, (name, result.reason, program)
     for name, answer in WRONG_ANSWERS.items():
         assert is_correct(TWICE, answer) is False, name
+
+
+def test_questions_need_not_end_with_a_line_break() -> None:
+    question = replace(TWICE, row={**TWICE.row, "prompt": PROMPT.rstrip()})
+    for name in ("block", "body", "body without any indentation"):
+        assert is_correct(question, RIGHT_ANSWERS[name]), name
 
 
 def test_every_canonical_solution_of_human_eval_passes() -> None:

@@ -70,10 +70,10 @@ def keep_logits(drafter: Any, logits: Tensor) -> None:
 def prepare(runner: Any, metadata: Any) -> None:
     """Give the sampler the states of a step's requests, and the logits of their drafted tokens."""
     sampler = runner.rejection_sampler
-    if rule_of(runner.vllm_config.additional_config) is None:
-        return  # another engine of this process
     if not isinstance(sampler, RelaxedSampler):
-        raise RuntimeError("eagle_fsd: the rejection sampler was made without the rule")
+        if rule_of(runner.vllm_config.additional_config) is not None:
+            raise RuntimeError("eagle_fsd: the rejection sampler was made without the rule")
+        return  # another engine of this process
     verifier, state, draft_logits = sampler.verifier, None, None
     if verifier.rule.state_size:
         verifier.states.keep_only(runner.requests)

@@ -96,7 +96,7 @@ def encode(value):
         return "{" + ", ".join(map(encode, value)) + "}" if value else "set()"
     if hasattr(value, "as_integer_ratio") and float(value) == value:
         return encode(float(value))
-    raise TypeError(f"{type(value).__name__} is not a built-in type")
+    raise TypeError(f"{type(value).__name__} has no literal")
 
 
 def write_line(file, line):

@@ -106,7 +106,7 @@ def _parse(verdict: str) -> RunResult:
     started, _, rest = verdict.partition("\n")
     outcome, _, reason = rest.partition("\n")
     if not started or outcome == "no answer":
-        raise SandboxError("a process of the sandbox did not start")
+        raise SandboxError("the process of an answer or of its tests did not start")
     if outcome == "passed":
         return RunResult(True)
     return RunResult(False, escape_control_chars(one_line(reason)) or "the tests did not finish")

@@ -18,7 +18,7 @@ _BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _CODE_START = re.compile(r"^(?:(?:from|import|def|async def|class|@\w+)\b|\w+ = )", re.MULTILINE)
-#: Maximum number of lines of an answer that are tried as the first line of code outside blocks.
+#: Maximum number of definitions outside blocks, and of first lines of code for each, to try.
 _MAX_STARTS = 20
 
 #: Names by which programs read their input.
@@ -54,7 +54,7 @@ def build_program(question: Question, answer: str) -> Program:
     OpenAI's human-eval appends the answer to the question, as here if the answer is a body.
     OpenAI's simple-evals uses the first block; EvalPlus also keeps the part that parses.
     """
-    entry, prompt = question.row["entry_point"], question.row["prompt"]
+    entry, prompt = question.row["entry_point"], question.row["prompt"].rstrip() + "\n"
     text = strip_reasoning(answer)
     code = _whole_function(text, prompt, entry) or _completion(text, prompt, entry) or prompt + text
     return Program(code, f"{_stub(prompt)}{question.answer}\n", entry)

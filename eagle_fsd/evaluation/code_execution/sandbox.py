@@ -34,7 +34,7 @@ _INSIDE = "/child.py"
 #: User ids for root's sandboxes, which systemd reserves for temporary use. Each sandbox takes one
 #: at random, because threads are counted by user.
 _USER_IDS = range(61184, 65520)
-#: Maximum number of threads in a sandbox, including bubblewrap's process.
+#: Maximum number of threads in a sandbox, including bubblewrap's process unless it is root's.
 MAX_THREADS = 8
 _LIBRARY = re.compile(r"^\s+(?:\S+ => )?(/\S+) \(0x", re.MULTILINE)
 
@@ -71,7 +71,7 @@ def bubblewrap_command() -> tuple[str, ...]:
 def _interpreter_files() -> list[str]:
     """Return the paths of the interpreter, its standard library and their shared libraries."""
     interpreter, library = _interpreter(), _standard_library()
-    # There is no display; Tk alone would add a third of all libraries.
+    # There is no display, and Tk requires many libraries.
     modules = [
         str(path)
         for path in Path(library, "lib-dynload").glob("*.so")

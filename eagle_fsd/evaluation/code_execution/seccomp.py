@@ -2,8 +2,8 @@
 
 bubblewrap installs the filter before it starts a program. The filter denies what the other limits
 do not cover: further processes (which could outlive their parent; threads are allowed), new user
-namespaces (their owner may mount file systems without a size limit), System V IPC (its memory does
-not count as address space), kernel keyrings (inherited from the caller), tracing, and sockets other
+namespaces (their owner may mount file systems without a size limit), System V IPC (its memory is
+limited only if attached), kernel keyrings (inherited from the caller), tracing, and sockets other
 than Unix sockets (a network namespace need not cover AF_VSOCK, which reaches the host of a virtual
 machine; io_uring could open them unseen). perf_event_open, bpf and userfaultfd, which programs do
 not need, are denied too. The filter has the same structure as the examples of seccomp(2).

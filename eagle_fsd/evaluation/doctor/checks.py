@@ -189,7 +189,7 @@ def _target(agreement: Agreement) -> Finding:
             "train the drafter further, or use one that was trained for this target and tokenizer"
         )
         return Finding("target", "problem", evidence, step)
-    step = "train the drafter further, on the target's own answers (--regenerate)"
+    step = "train the drafter on the target's own answers (heads: eagle-fsd train --regenerate)"
     return Finding.note(share < LOW_AGREEMENT, "target", evidence, step)
 
 
@@ -206,7 +206,7 @@ def check_length(measured: Measurements) -> Finding:
     first, last = (row["agreement"] for row in ends)
     variance = sum(row["agreement"] * (1.0 - row["agreement"]) / row["tokens"] for row in ends)
     falls = first - last > max(MAX_LENGTH_DROP, MIN_ERRORS * math.sqrt(variance))
-    step = "train the drafter on longer chats (--max-length)"
+    step = "train the drafter on longer chats (heads: eagle-fsd train --max-length)"
     return Finding.note(falls, "context length", evidence, step)
 
 

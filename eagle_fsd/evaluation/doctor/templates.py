@@ -55,9 +55,10 @@ RAW = TurnTemplate("{content}\n")
 def candidate_templates(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, ChatTemplate, str]]:
     """Return templates that could fit a target: with a description and how to select it."""
     found: list[tuple[str, ChatTemplate, str]] = []
+    raw = "do not pass --conv-template"
     if tokenizer.chat_template is not None:
-        own = TokenizerTemplate(tokenizer)
-        found.append(("the tokenizer's own template", own, "do not pass --conv-template"))
+        found.append(("the tokenizer's own template", TokenizerTemplate(tokenizer), raw))
+        raw = "remove the chat_template of the target's tokenizer"
     for name, (turn, assistant) in TURN_FORMATS.items():
         template = TurnTemplate(turn, assistant, tokenizer.bos_token)
         if not unknown_markers(template, tokenizer):
@@ -65,8 +66,7 @@ def candidate_templates(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, C
             found.append((f"{name} ({turn!r})", template, step))
     for name in FASTCHAT_NAMES:
         found.append((f"FastChat's {name}", FastChatTemplate(name), f"pass --conv-template {name}"))
-    raw = "remove the chat_template of the target's tokenizer: the drafter expects plain text"
-    return [*found, ("no template", RAW, raw)]
+    return [*found, ("no template", RAW, f"{raw}: the drafter expects plain text")]
 
 
 def unknown_markers(template: ChatTemplate, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -414,10 +414,10 @@ def _human_eval(row: dict[str, Any], _: int) -> Question:
 def _ifeval(row: dict[str, Any], _: int) -> Question:
     """Convert a row of IFEval, whose category is that of its first instruction."""
     names, options = row["instruction_id_list"], row["kwargs"]
-    _require(_is_list(names, str), '"instruction_id_list" must be a list of strings')
+    fits = _is_list(names, str) and names
+    _require(fits, '"instruction_id_list" must be a non-empty list of strings')
     _require(_is_list(options, dict), '"kwargs" must be a list of objects')
-    fits = names and len(names) == len(options)
-    _require(fits, '"kwargs" must have an item for each of "instruction_id_list"')
+    _require(len(names) == len(options), '"kwargs" must have an item for each instruction')
     category = names[0].partition(":")[0]
     return Question(_id(row, "key"), category, (_string(row, "prompt"),), "instructions")
 

@@ -152,7 +152,7 @@ class LengthRecorder:
     """Record the accepted lengths of methods, and keep them in a file, from which a run resumes.
 
     Each is recorded on the first tokens of the answers to the first prompts. ``digest`` is a hash
-    of the pair, the prompts, the options of decoding and the methods.
+    of the pair, these prompts, the options of decoding and the methods.
     """
 
     def __init__(self, workload: Workload, methods: Sequence[Method], path: Path) -> None:
@@ -198,8 +198,8 @@ WIDTHS = (1, 2, 4, 8)
 NODES = (4, 8, 16, 32, 48, 64)
 #: Nodes of the trees that show the cost of a level, and their two depths.
 LEVEL_NODES, DEPTHS = 16, (14, 46)
-#: Least number of seconds of every measurement, without its first step. Measurements of equal
-#: length are interrupted by other processes equally often, whatever the length of a step.
+#: Seconds, without the first step, of a measurement, or of its first warm-up, whose number of steps
+#: it takes. Measurements of equal length are interrupted by other processes equally often.
 SECONDS = 0.05
 #: Untimed repetitions of a measurement before it, by type of device. On CUDA, steps run eagerly and
 #: are captured before they are replayed.
@@ -346,7 +346,7 @@ RECORDED = (
     *((nodes, 10, 8) for nodes in (24, 64)),
 )
 MIN_RECORDED_SPEED = 0.8
-#: Trees that are raced: the best by prediction, and the best of every other width.
+#: Number of trees, the best by prediction, that :func:`shortlist` selects whatever their width.
 SHORTLIST = 8
 #: A tree that consists of its root: plain decoding.
 PLAIN_TREE = TreeConfig(total_tokens=1, depth=1, top_k=1)

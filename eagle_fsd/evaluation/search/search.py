@@ -1,9 +1,9 @@
 """Search for the fastest trees: predict the speed of all, then race the most promising ones.
 
-In a race, every round doubles the number of prompts and drops the slower half of the candidates
-(successive halving; Jamieson and Talwalkar, arXiv 1502.07943). Candidates take turns prompt by
-prompt, or batch by batch, so that changes in the machine's speed affect all of them alike; their
-speeds are compared on the prompts that all of them answered.
+In a race, every round doubles the number of prompts and drops the slower half of the candidates,
+until two are left for all prompts (successive halving; Jamieson and Talwalkar, arXiv 1502.07943).
+Candidates take turns prompt by prompt, or batch by batch, so that changes in the machine's speed
+affect all of them alike; their speeds are compared on the prompts that all of them answered.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.progress import Progress, ProgressFactory
 
-#: Groups of prompts in the first round, and candidates that remain in the last one, apart from
-#: those that are always kept.
+#: Groups of prompts in the first round, and the number of candidates that no round falls below,
+#: apart from those that are always kept.
 FIRST_ROUND, FINALISTS = 4, 2
 #: Trees of every method whose steps are timed, and the number of times.
 TIMED_TREES, TIMED_ROUNDS = 3, 5
@@ -319,9 +319,9 @@ def plan_trees(
 
     ``file`` keeps the plan, with which an interrupted run resumes: answers with other trees could
     not be resumed. Plans for other options in the file are kept, too. If ``compiled``, the steps of
-    the best trees are timed again with compiled passes, with which other trees are faster; the
-    workload's pair stays compiled. With ``last_race``, the best trees of exact decoding are raced
-    once more, alternating with the fastest of the methods.
+    the best trees are timed again with compiled passes, with which other trees are faster; this
+    leaves the workload's pair compiled. With ``last_race``, the best trees of exact decoding are
+    raced once more, alternating with the fastest of the methods.
     """
     # Not .jsonl: FastChat reads every such file beside the answers as answers.
     recorder = LengthRecorder(workload, [EXACT, *methods], file.with_name(f"{file.stem}.lengths"))
