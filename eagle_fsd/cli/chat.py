@@ -58,8 +58,8 @@ def chat(
     """Chat with the model in the terminal.
 
     Commands: !!help, !!exit, !!reset, !!remove, !!regen, !!save FILE, !!load FILE; and
-    !!threshold 0.3, or any other option of the tree, acceptance or answers, in the middle of a
-    chat. Ctrl-C stops an answer; Ctrl-D or an empty line ends the chat.
+    !!temperature 0.7, or any other option of answers and, without --base-url, of the tree and
+    acceptance. Ctrl-C stops an answer; Ctrl-D or an empty line ends the chat.
     """
     from eagle_fsd.chat.terminal import ChatSession, ServerSession, TerminalSession, run_chat
 

@@ -35,7 +35,7 @@ def demo(
 ) -> None:
     """Chat with a pair on a web page: eagle-fsd serve --web, with options for the page.
 
-    Tokens are colored by origin, and sliders set the threshold and the other acceptance options.
+    Tokens are colored by origin, and controls set the threshold, the divergence and the min ratio.
     Compare decodes the same prompt losslessly and with FSD, side by side.
     """
     check_single_process("demo")

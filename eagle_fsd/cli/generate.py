@@ -198,7 +198,7 @@ def _warm_up(model: EagleFSD, encoded: EncodedPrompt, config: GenerateConfig) ->
 def _print_speedup(
     model: EagleFSD, encoded: EncodedPrompt, config: GenerateConfig, stats: DecodeStats
 ) -> float:
-    """Decode as many tokens without the drafter; print and return the ratio of the speeds."""
+    """Decode at most as many tokens without the drafter; print and return the speeds' ratio."""
     arguments = encoded.arguments(config, max_new_tokens=stats.tokens, method="ar")
     plain = model.generate(**arguments).stats.tokens_per_second
     ratio = stats.tokens_per_second / plain

@@ -57,7 +57,7 @@ def _check_url(url: str, info: ValidationInfo) -> str:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         # A worker's address gets a key as password, and routes are appended.
-        valid = valid and "@" not in parts.netloc and not re.search("[?#]", url)
+        valid = valid and "@" not in parts.netloc and not re.search(r"[?#\s]", url)
     except ValueError:  # the port is not a number in range
         valid = False
     if not valid:
@@ -77,7 +77,7 @@ def _check_origin(url: str) -> str:
 
 
 def _check_host(name: str) -> str:
-    if not re.fullmatch(r"[\w.-]+|\[?[0-9a-f:]+\]?", name, re.I):
+    if not re.fullmatch(r"[\w.-]+|\[?[0-9a-f]*(:[0-9a-f]*){2,}\]?", name, re.I):
         raise ValueError(f"--trusted-hosts must be names without scheme and port; got {name}")
     return name.strip("[]")
 
@@ -127,7 +127,8 @@ class WorkerServer(Server):
     )
     address: Annotated[str, AfterValidator(_check_url)] | None = Field(
         None,
-        description="URL at which FastChat's servers reach this worker; default: http://HOST:PORT.",
+        description="URL at which FastChat's servers reach this worker; default: http://HOST:PORT,"
+        " with 127.0.0.1 for 0.0.0.0.",
     )
 
 
@@ -146,14 +147,8 @@ def serve(
     machine.
     """
     check_single_process("serve")
-    run_api(
-        server,
-        pair,
-        tree,
-        acceptance,
-        limits=limits,
-        answers=AnswerOptions() if server.web else None,
-    )
+    answers = AnswerOptions() if server.web else None
+    run_api(server, pair, tree, acceptance, limits=limits, answers=answers)
 
 
 def run_api(
@@ -173,7 +168,7 @@ def run_api(
     backend = _load(server, pair, tree, acceptance, limits=limits)
     app = api_app(backend)
     if answers is not None:
-        examples = EXAMPLES if backend.names[0] == BUNDLED_NAME else ()
+        examples = EXAMPLES if pair.target is None else ()
         add_page(app, page_settings(backend, answers, examples))
 
     def show() -> None:
@@ -282,7 +277,7 @@ def _access(server: Server, *names: str, page: bool = False) -> Access:
     keys = api_keys()
     if not keys and server.host not in LOOPBACK:
         raise OptionsError(
-            f"--host {server.host} lets other machines reach this server: set the environment"
+            f"--host {server.host} may let other machines reach this server: set the environment"
             f" variable {API_KEYS_VARIABLE} to the keys that clients may use, separated by commas"
         )
     hosts = (*server.trusted_hosts, server.host, *names)

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 Config = TypeVar("Config", bound=Options)
 Item = TypeVar("Item")
 
-#: Default number of prompts that are decoded at once.
+#: Default maximum number of prompts that are decoded at once.
 MAX_BATCH = 32
 #: Bounds of token ids, which must fit 32 bits.
 MIN_TOKEN, MAX_TOKEN = -(2**31), 2**31 - 1

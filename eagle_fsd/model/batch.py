@@ -28,7 +28,7 @@ from eagle_fsd.utils.errors import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
-#: Engines without rows that a batch keeps, for the tokens in their caches.
+#: Maximum number of engines without rows when a batch adds one; their caches hold tokens.
 MAX_IDLE_ENGINES = 2
 #: Engines of calls that have ended that a pool keeps, those used last: more than the trees that
 #: take turns in a search for the fastest one.
@@ -187,7 +187,7 @@ class Batch:
 
     @property
     def free(self) -> int:
-        """Number of requests that can be added and start with the next step."""
+        """Number of requests that can be added and start with the next step, memory permitting."""
         return max(0, self.max_rows - len(self))
 
     def add(self, request: Request) -> Answer:
@@ -244,7 +244,7 @@ class Batch:
 
     @torch.inference_mode()
     def close(self) -> None:
-        """Cancel all answers, and return the engines to the pool."""
+        """Cancel all answers, and return the engines to the pool unless a step has failed."""
         for answer in (*self._waiting, *self._places):
             answer.finished = True
         self._waiting.clear()
@@ -387,8 +387,7 @@ class Batch:
             return
         for answer in answers:
             self._places.pop(answer, None)
-        removed = set(answers)
-        engine.drop([index for index, answer in enumerate(engine.rows) if answer in removed])
+        engine.drop([index for index, row in enumerate(engine.rows) if row in answers])
 
     def _requeue(self, max_rows: int) -> None:
         """Drop the engines, requeue all answers, and limit the number of rows."""

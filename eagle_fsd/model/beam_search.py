@@ -259,15 +259,15 @@ def beam_search(
     requests: Sequence[Request],
     fill: int,
 ) -> BeamSearchOutput:
-    """Search on torch's current device; see :meth:`EagleFSD.beam_search`.
+    """Search with a target on torch's current device; see :meth:`EagleFSD.beam_search`.
 
     ``fill`` is the token of answers beyond their ends.
     """
     width, eos = config.num_beams, frozenset(requests[0].eos_token_ids)
     if width + len(eos) > target.vocab_size:
         raise ValueError(
-            "num_beams and the end-of-sequence tokens must be at most as many as the"
-            f" {target.vocab_size} tokens of the vocabulary; got {width} and {len(eos)}"
+            "num_beams plus the number of end-of-sequence tokens must be at most the vocabulary of"
+            f" {target.vocab_size} tokens; got {width} + {len(eos)}"
         )
     searches = [
         Search(list(range(index * width, (index + 1) * width)), config, request.max_new_tokens, eos)

@@ -1,8 +1,8 @@
 """Preallocated key-value caches with a length per row.
 
-:class:`TreeCache` is an ordinary Hugging Face ``Cache`` whose layers write to given slots. Layers
-with keys of the same shape share one tensor, as do their values, so two operations move the
-slots that verification kept, whatever the number of layers.
+:class:`TreeCache` is an ordinary Hugging Face ``Cache`` whose layers write to given slots. From a
+model's second cache on, all keys and values of one shape are in one tensor, so two operations move
+the slots that verification kept, whatever the number of layers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def cache_slots(needed: int, device: torch.device) -> int:
 
 
 def _separate(plane: Tensor) -> Tensor:
-    """Return a tensor on the same memory; on CPUs and CUDA no view, which compiled code copies."""
+    """Return a tensor on the same memory, on CPUs and CUDA no view: compiled code copies views."""
     if plane.device.type in ("cpu", "cuda"):
         with using_device(plane.device):  # torch exports tensors of the current device only
             plane = torch.from_dlpack(plane)
@@ -168,20 +168,20 @@ class TreeCache(Cache):
             flat.index_copy_(1, written.to(store.device), slots)
 
     def copy_rows(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
-        """Overwrite the first slots of rows, in every layer, reading all before writing any."""
+        """Copy the first slots of rows to others, in every layer; read all before writing any."""
         for store in self._stores:
             # Indices that are lists would be sent to the device for every plane.
             read, written = (upload(rows, store.device) for rows in (source, target))
             for plane in store[:, :, :length]:  # one at a time: the rows that are read are copied
                 plane.index_copy_(0, written, plane.index_select(0, read))
 
-    def clear(self, row: int, first: int, last: int) -> None:
-        """Overwrite slots ``first`` to ``last`` of a row with zeros, in every layer."""
+    def clear(self, row: int, start: int, stop: int) -> None:
+        """Overwrite slots ``[start, stop)`` of a row with zeros, in every layer."""
         for store in self._stores:
-            store[:, row, first:last] = 0
+            store[:, row, start:stop] = 0
 
     def enlarged(self, rows: int, length: int) -> TreeCache:
-        """Return a cache of at least this size that starts with the contents of this one."""
+        """Return a cache of at least as many rows and slots that starts with these contents."""
         larger = TreeCache(rows, length, self.layout)
         for layer, planes in self._planes.items():
             keys, values = (larger._allocate(_kind(plane)) for plane in planes)

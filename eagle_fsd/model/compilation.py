@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo import exc
 
 from eagle_fsd.model.description import Description
 from eagle_fsd.model.packed_weights import should_pack
@@ -40,6 +40,8 @@ CODE_GUARDS = (
 )
 #: Maximum number of compiled versions of a function: for one row and for several, for every tree.
 RECOMPILE_LIMIT = 128
+#: Raised beyond this limit; the name depends on the version of torch.
+LIMIT_HIT: Any = next(item for name, item in vars(exc).items() if name.endswith("LimitHit"))
 #: Maximum number of kinds of steps that are compiled in the background, far below this limit.
 MAX_KINDS = 16
 #: Types of devices on which steps are captured in graphs.
@@ -66,9 +68,9 @@ def compiled(
 ) -> Callable[..., Result]:
     """Return the compiled version of a function, a single graph that is made when it is called.
 
-    The shapes of its arguments are constants unless they are marked as dynamic. Where compilation
-    fails, a warning is logged and the function runs as it is. The version is only for the module
-    that the function runs, see :func:`renew_compiled`. Without ``trace``, only what exists is used.
+    Shapes of its arguments are constants unless marked as dynamic, or until a call changes them. If
+    compilation fails, a warning is logged and the function runs as it is. The version is for the
+    module that the function runs, see :func:`renew_compiled`. Without ``trace``, none is compiled.
     """
     versions = _versions.setdefault(module, (None, {}))[1]
     if function not in versions:
@@ -116,7 +118,7 @@ class _Compiled(Generic[Result]):
             self._begun = True
         try:
             return self._compiled(*arguments)
-        except TorchDynamoException as error:
+        except (exc.TorchDynamoException, LIMIT_HIT) as error:
             if self._compiled is self._function:
                 raise
             _warn_once(f"not compiled: {type(error).__name__}: {one_line(error)}")
@@ -174,7 +176,7 @@ class BackgroundCompiler:
         return BackgroundCompiler, ()
 
     def forget(self) -> None:
-        """Count from the beginning, because the model has changed."""
+        """Count from the beginning, and let every kind be compiled again."""
         self._decoded.clear()
         self._started.clear()
 

@@ -58,7 +58,8 @@ def custom_generate(
 
     Sampling options come from Hugging Face's generation configuration, FSD's options from the
     call. (Hugging Face passes on only named parameters, so all of them are in the signature. It
-    drops ``streamer``, which ``functools.partial(fsd.custom_generate, streamer=...)`` binds.)
+    drops ``streamer``, which ``functools.partial(fsd.custom_generate, streamer=...)`` binds, and
+    ``tokenizer``: pass a ``StopStringCriteria`` instead of ``stop_strings``.)
 
     Args:
         fsd: The pair, an :class:`EagleFSD`.

@@ -40,7 +40,7 @@ CACHE_FILE = "trees.json"
 
 
 def fit_tree(model: EagleFSD) -> None:
-    """Choose the tree of a pair on a CPU for which none has been set; the result is cached."""
+    """Choose the tree of a network drafter on a CPU if none has been set; the result is cached."""
     # Processes that share a target could choose different trees.
     on_cpu = model.target.device.type == "cpu" and model.target.group is None
     drafter = model.drafter

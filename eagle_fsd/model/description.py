@@ -25,7 +25,7 @@ PLAIN = frozenset(
 )
 #: Attribute of a target for its pairs, see :func:`eagle_fsd.engines.hugging_face.generate`.
 PAIRS = "_eagle_fsd_pairs"
-#: Attributes that passes do not read: gradients, saving and loading, ``generate`` and warnings.
+#: Attributes that are left out: of gradients, saving, ``generate`` and warnings, and hooks' flags.
 UNREAD = nn.Module().__dict__.keys() - {
     *("training", "_parameters", "_buffers", "_modules"),
     *("_forward_hooks", "_forward_pre_hooks"),
@@ -48,8 +48,8 @@ class Description:
 def describe_modules(*modules: nn.Module) -> Description:
     """Describe modules.
 
-    Assignments to global variables and to attributes of a module's class other than ``forward``,
-    and changes in place of what a hook's object or closure holds, are not noticed.
+    Not noticed are assignments to global variables and to class attributes other than ``forward``,
+    and changes in place of weights through ``.data`` and of what a bound method or closure holds.
     """
     walk, structures = _Walk(), []
     for module in modules:

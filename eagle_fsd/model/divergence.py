@@ -62,7 +62,7 @@ def js(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Jensen-Shannon divergence, in ``[0, ln 2]`` nats.
 
     Computed from ``s = p + q`` as ``sum (p log(p/s) + q log(q/s)) / 2 + ln 2``, which takes three
-    transcendental functions per token instead of five.
+    transcendental functions per token.
     """
     p, q = _exp(log_p), _exp(log_q)
     s = p + q

@@ -48,7 +48,7 @@ class _Prompts:
 def by_length(rows: Sequence[Answer]) -> list[Answer]:
     """Order rows so that :meth:`Engine.admit` finds groups of similar lengths, long prompts last.
 
-    Prompts that one chunk holds keep their order.
+    Prompts of at most :data:`PREFILL_CHUNK` tokens keep their order.
     """
     return sorted(
         rows, key=lambda row: max(len(row.request.tokens) + len(row.tokens), PREFILL_CHUNK)
@@ -146,7 +146,7 @@ class Engine:
         return self.target.agree(max(allocated, memory.fitting_rows(self.row_bytes(max_length))))
 
     def reserve(self, rows: int, max_length: int) -> None:
-        """Allocate memory; on CUDA for somewhat longer rows, see :func:`cache_slots`."""
+        """Make room for rows of ``max_length`` tokens, on CUDA more: see :func:`cache_slots`."""
         rows, max_length = max(rows, self.reserved[0]), max(max_length, self.reserved[1])
         if (rows, max_length) == self.reserved:
             return
@@ -187,7 +187,7 @@ class Engine:
     # -- rows join -------------------------------------------------------------------------------
 
     def admit(self, rows: Sequence[Answer]) -> None:
-        """Add rows; what the caches hold of their prompts is not processed again."""
+        """Add rows, and reuse what the caches hold of their prompts."""
         self._renew()
         first = len(self.rows)
         for group in self._prompts:  # fill the gap that dropped rows left
@@ -369,7 +369,7 @@ class Engine:
         self.execution.plan(self.state)
 
     def _choose_tree(self, rows: int) -> None:
-        """Use the trees for a number of rows."""
+        """Use the tree for a number of rows."""
         tree = self._trees[max(least for least in self._trees if least <= rows)]
         if tree != self.tree:
             self.tree = tree
@@ -398,7 +398,7 @@ class Engine:
     def step(self) -> StepResult:
         """Emit at least one token for each of :attr:`rows`, except for rows that joined during it.
 
-        On CUDA, the device runs the next step while the host reads the tokens of this one.
+        On CUDA, the device may run the next step while the host reads the tokens of this one.
         """
         begin, execution = time.perf_counter(), self.execution
         launched = self._ahead or execution.launch(self.state, self.tree, *self._visible_slots())
@@ -428,7 +428,7 @@ class Engine:
             if not new:
                 continue
             cached = self.caches.rows[place]
-            # A prompt's tokens only count once its logits are known; cancelled ones may be NaN.
+            # A prompt's tokens count once its logits are known; until then, entries may be NaN.
             cached.tokens += [*row.prompt[len(cached.tokens) : row.length], row.root, *new[:-1]]
             if self._drafts_from_cache and len(row.prompt) > 1:
                 # The drafter has not processed the new tokens. After a prompt of one token, a

@@ -72,7 +72,7 @@ class Execution:
         fixed = not state.draft.waits and not any(
             decision.sampler.needs_prefix for decision in decisions
         )
-        # Details are read from the device after the tokens, when the next step has replaced them.
+        # Details are read from the device after the tokens, when another step could replace them.
         details = any(decision.details is not None for decision in decisions)
         # A rule that the host takes part in must not see rows that turn out to have ended.
         reads = details or not state.verifies_on_device
@@ -83,7 +83,7 @@ class Execution:
             and fixed
             and state.verifies_on_device
             and self.target.one_device
-            # Its cache of converted weights, which a graph would read, is freed when it ends.
+            # Autocast frees its converted weights, which a graph would read, when it ends.
             and not torch.is_autocast_enabled(device.type)
         )
         self._captured_decision = decisions[0] if captures else None
@@ -128,7 +128,7 @@ class StepResult:
 
     tokens: list[list[int]]
     origins: list[list[int]]
-    faults: list[int]
+    faults: list[int]  # see VerificationInputs.row_faults
     details: list[list[TokenDetail] | None]  # None for rows that do not ask for them
 
 

@@ -60,7 +60,7 @@ class Completion:
 class Generation:
     """A call in progress, returned by :meth:`EagleFSD.stream`.
 
-    Iterate to decode; the first iteration processes the prompts. :meth:`output` returns everything
+    Iterate to decode; nothing is processed before. :meth:`output` returns everything
     emitted so far, even if the iteration was abandoned. :meth:`close` ends the call and frees its
     caches, except for those kept on CUDA, see :meth:`EagleFSD.release_memory`; leaving a ``with``
     block or dropping the last reference does the same.

@@ -180,7 +180,7 @@ def _convert(file: Path, folder: Path) -> None:
     model.config.__dict__.pop("quantization_config", None)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
-    # What `dtype="auto"` stands for, the default on a GPU: the values in the file have few bits.
+    # What `dtype="auto"` stands for, the default on a GPU: values in most files have few bits.
     values = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
     atomic_write(folder / CONFIG_NAME, json.dumps({**values, "dtype": "bfloat16"}, indent=2) + "\n")
 

@@ -27,7 +27,7 @@ def find_file(name: str | Path, file: str, token: str | None = None) -> str | No
     Hub once said that they do not exist.
 
     Raises ``OSError`` if the repository does not exist, is not accessible or cannot be reached
-    (nothing is retried), and ``ValueError`` if ``name`` is neither a folder nor a valid Hub name.
+    (failed connections are not retried), and ``ValueError`` for names that the Hub does not allow.
     """
     if Path(name).is_dir():
         path = Path(name) / file
@@ -38,7 +38,7 @@ def find_file(name: str | Path, file: str, token: str | None = None) -> str | No
         try:
             get_hf_file_metadata(hf_hub_url(name, file), token=token)
         except (httpx.TransportError, OfflineModeIsEnabled) as error:
-            if known is not None or try_to_load_from_cache(name, CONFIG_NAME) is not None:
+            if known is not None or isinstance(try_to_load_from_cache(name, CONFIG_NAME), str):
                 return None
             raise ConnectionError(
                 f"{constants.ENDPOINT} cannot be reached ({one_line(error)}), and the local cache"

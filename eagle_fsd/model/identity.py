@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 #: Key of an exported head's ``config.json`` with the original's fingerprint in each data type.
 EXPORTED_KEY = "eagle_fsd_fingerprints"
-#: Approximate number of elements per tensor that a fingerprint hashes.
+#: A fingerprint hashes this many elements of a tensor, or up to twice as many; all if it has fewer.
 FINGERPRINT_ELEMENTS = 256
 
 
@@ -62,7 +62,7 @@ def warn_of_other_models(
 
 
 def fingerprint(model: nn.Module | Drafter) -> str:
-    """Hash name, shape, type and some elements of every tensor to 16 hexadecimal digits.
+    """Hash name, shape, type and some elements of every saved tensor to 16 hexadecimal digits.
 
     Offloaded tensors contribute no elements. If the model is split over processes, all of them must
     call this. A drafter without a network is hashed by its ``repr``.

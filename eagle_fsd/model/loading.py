@@ -44,7 +44,7 @@ DTYPES: dict[str, str | torch.dtype] = {
 #: Device maps that spread a model over the devices of the machine.
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
 #: Error for Apple GPUs.
-NO_MPS = "mps lacks float64, in which tokens are sampled: use --device cpu"
+NO_MPS = "mps lacks float64, in which tokens are sampled: use the device cpu"
 
 #: Options of a target with which only Hugging Face itself finds files.
 OWN_SEARCH = {"cache_dir", "local_files_only", "revision"}
@@ -56,7 +56,7 @@ DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDatac
 
 
 class LoadError(ValueError):
-    """A target or a tokenizer cannot be loaded, for example because files are damaged."""
+    """A model or a tokenizer cannot be loaded, for example because files are damaged."""
 
 
 def load_target(
@@ -223,12 +223,12 @@ def _checkpoint_keys(
 
 
 def load_tokenizer(name: str | Path, token: str | None = None, **options: Any) -> Tokenizer:
-    """Load a tokenizer that pads on the left, by default with its end-of-sequence token."""
+    """Load a tokenizer that pads on the left; if it has no padding token, with its end token."""
     try:
         source = str(name)
         if not OWN_SEARCH & options.keys():
             source = locate_model(name, token)
-            find_file(source, "tokenizer_config.json", token)  # as in load_target
+            find_file(source, "tokenizer_config.json", token)  # fails at once, as in load_target
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
             source, token=token, padding_side="left", mistral_format=False, **options
         )

@@ -53,7 +53,7 @@ class _Packed:
     sample: Tensor
 
     def is_current(self, weight: Tensor) -> bool:
-        """Whether a weight was neither replaced nor changed; changes in ``.data`` are not seen."""
+        """Whether a weight was neither replaced nor changed, other than in place by ``.data``."""
         return (self.address, self.version) == (weight.data_ptr(), weight._version)
 
 
@@ -155,5 +155,5 @@ def _total_memory() -> int:
 
 def _sample(weight: Tensor) -> Tensor:
     """Return some of a weight's values, evenly spread."""
-    values = weight.detach().view(-1)
+    values = weight.detach().flatten()
     return values[:: max(1, len(values) // SAMPLES)].clone()

@@ -172,7 +172,7 @@ class EagleFSD:
                 ``AutoModelForCausalLM.from_pretrained``.
 
         Raises:
-            LoadError: The target's files are missing, damaged, or need a missing package.
+            LoadError: A model's files are missing, damaged, or need a missing package.
             CheckpointError: The drafter's files are missing or damaged.
             ValueError: A target is given without a drafter, they do not match, the architecture is
                 not supported, or an option is invalid.
@@ -225,7 +225,7 @@ class EagleFSD:
 
     @property
     def tree(self) -> TreeConfig:
-        """Shape of the draft tree."""
+        """Shape of the draft tree; for lossless calls, see :attr:`exact_tree`."""
         return self._tree
 
     @tree.setter
@@ -356,6 +356,7 @@ class EagleFSD:
             FloatingPointError: The target produced NaN or infinite logits, or a processor or
                 warper such scores or -inf for every token.
             MemoryError: There is not enough memory for a prompt.
+            Exception: That of a stopping criterion. (An error in one row ends the call.)
         """
         generation = self.stream(input_ids, attention_mask, max_new_tokens, **options)
         if streamer is not None:
@@ -402,8 +403,8 @@ class EagleFSD:
         all rows, :class:`AdaptiveNGramDrafter` and draft models of adaptive depth, are an
         exception for answers that depend on the draft tree.
 
-        An answer that fails does not stop the others. A warning names its prompt, and its error is
-        raised when all others have been yielded.
+        An answer that fails does not stop the others. A warning names its prompt, and the first
+        such error is raised when all others have been yielded.
 
         Args:
             prompts: Token ids of each prompt, ``[S]``, without padding; or :class:`Prompt`, with
@@ -419,7 +420,7 @@ class EagleFSD:
 
         Raises:
             ValueError: See :meth:`generate`; for an invalid prompt or option, when a prompt is
-                read.
+                read, which drops the answers in progress.
             FloatingPointError: See :meth:`generate`; after the other answers.
             MemoryError: There will never be enough memory for a prompt; after the other answers.
             Exception: That of a stopping criterion; after the other answers.
@@ -469,8 +470,8 @@ class EagleFSD:
         Args:
             max_rows: Maximum number of requests that are decoded at once.
             max_length: See :class:`Batch`.
-            compiled_rows: Number of requests with which steps are compiled if :attr:`compile` is
-                True; any other number would take a compilation of its own.
+            compiled_rows: The only number of requests with which steps are compiled if
+                :attr:`compile` is True: any other would take a compilation of its own.
 
         Raises:
             ValueError: An argument is not an integer of at least 1.
@@ -511,8 +512,8 @@ class EagleFSD:
         """Find the most likely answers to every prompt by beam search.
 
         The result is that of Hugging Face's ``generate`` with ``num_beams`` and
-        ``do_sample=False``. It does not depend on the drafter or on :attr:`acceptance`. Beams that
-        score equally up to rounding may be exchanged.
+        ``do_sample=False``, without logits processors. It does not depend on the drafter or on
+        :attr:`acceptance`. Beams that score equally up to rounding may be exchanged.
 
         Args:
             input_ids: See :meth:`generate`.
@@ -526,8 +527,7 @@ class EagleFSD:
                 at once; False, when no running one scores above them at its present length;
                 ``"never"``, when none can exceed them.
             eos_token_id: See :meth:`generate`.
-            pad_token_id: Pads the answers on the right. Default: the target's. As in Hugging Face's
-                beam search, 0 stands for the first of ``eos_token_id``.
+            pad_token_id: See :meth:`generate`, but 0 stands for the first of ``eos_token_id``.
             method: See :meth:`generate`.
 
         Raises:

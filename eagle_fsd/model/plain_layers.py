@@ -1,6 +1,6 @@
-"""The parts of Llama's decoder layer, called with half as many operations as in transformers.
+"""The parts of Llama's decoder layer, called with fewer operations than in transformers.
 
-Of a pass over a handful of nodes on a CPU, dispatching operations takes most of the time.
+In a small model's pass over a handful of nodes on a CPU, their overhead takes most of the time.
 
 Shape letters: ``B`` rows, ``S`` tokens, ``L`` visible slots, ``D`` head size, ``H`` hidden size.
 """

@@ -157,9 +157,9 @@ class PrefixCache(RowCaches):
     """Key-value caches that are kept from one turn of a chat to the next.
 
     Pass the same object to :meth:`~eagle_fsd.model.pipeline.EagleFSD.stream` with every turn of a
-    chat. The prefix that the new prompt shares with the cached tokens is not processed again;
-    cached tokens beyond it (an edited history, an answer that was cut off) are dropped. A call that
-    is abandoned halfway leaves the cache usable. One call at a time can use it.
+    chat. The prefix that a prompt shares with the cached tokens is not processed again, except for
+    its last few tokens; cached tokens beyond it (an edited history, an answer that was cut off) are
+    dropped. A call may be abandoned halfway. A cache serves one model, and one call at a time.
     """
 
     spare = 512

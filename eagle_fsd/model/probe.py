@@ -14,15 +14,15 @@ from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs
 if TYPE_CHECKING:
     from eagle_fsd.model.pipeline import EagleFSD
 
-#: Share of nodes below the threshold under which the gate counts as closed.
+#: The gate counts as closed if the divergence is below the threshold at a smaller share of nodes.
 MIN_OPEN = 0.02
 
 
 class DivergenceProbe(AcceptanceRule):
     """An exact acceptance rule that records the nodes that verification reaches in every step.
 
-    Each list gets a tensor ``[K]`` per step, over the ``K`` expanded nodes with children that were
-    reached: ``drafted`` says whether the target's sample is among a node's children.
+    Each list gets a tensor ``[K]`` per step with trees, over the ``K`` expanded nodes with children
+    that were reached: ``drafted`` says whether the target's sample is among a node's children.
     """
 
     capturable = False  # the number of recorded nodes varies

@@ -1,4 +1,4 @@
-"""Random numbers that depend on nothing but a row's seed and the tokens before them.
+"""Random numbers that depend only on the seed, the row's number and the tokens before them.
 
 So a sampled answer depends neither on the other rows of a batch nor, at ``T = 0``, on the draft
 tree, unless chains are sampled. The hash is the finalizer of SplitMix64 (Steele et al., OOPSLA
@@ -19,7 +19,7 @@ from torch import Tensor
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import Verification
 
-#: Odd multipliers of SplitMix64, as signed integers.
+#: Odd constants of SplitMix64, as signed integers.
 GAMMA = 0x9E3779B97F4A7C15 - 2**64
 FACTORS = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
@@ -39,8 +39,8 @@ class Purpose(IntEnum):
 class RandomNumbers:
     """The random numbers of one step.
 
-    ``keys`` ``[B]`` are int64 hashes of the seed and of the tokens before the root, from the
-    prompt's last one on. The root is at ``positions`` ``[B]``.
+    ``keys`` ``[B]`` are int64 hashes of the seed, the row's number and the tokens before the root,
+    from the prompt's last one on. The root is at ``positions`` ``[B]``.
     """
 
     keys: Tensor

@@ -31,8 +31,8 @@ from eagle_fsd.model.verify import TARGET_FAULT, VerificationInputs
 from eagle_fsd.model.vocabulary import Distributions, Warp, arg_max, chunks
 from eagle_fsd.utils.text import one_line
 
-#: Processors that apply sampling options, such as temperature. Hugging Face appends them to the end
-#: of its list.
+#: Processors that apply sampling options, such as temperature. Hugging Face appends them to its
+#: list after all others, except for watermarking.
 WARPERS = (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -124,7 +124,7 @@ class Sampler:
 
     @property
     def on_device(self) -> bool:
-        """Whether no processor or warper of Hugging Face is called, so that it can be compiled."""
+        """Whether it can be compiled: no processors, and no warpers that Warp cannot replace."""
         return not self.processors and self.warp is not None
 
     def __call__(
@@ -297,7 +297,7 @@ def _check_processor(processor: LogitsProcessor) -> None:
 def check_warpers(
     warpers: Sequence[LogitsProcessor], vocab_size: int, device: torch.device
 ) -> None:
-    """Call every custom warper once; raise ``ValueError`` if it reads previous tokens."""
+    """Call custom warpers once without previous tokens; raise ``ValueError`` if one fails."""
     for item in warpers:
         if type(item) in WARPERS:
             continue

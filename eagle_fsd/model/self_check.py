@@ -29,7 +29,7 @@ BRANCHES = ((1, 3, 5), (2, 4, 6))
 #: The target's windows are this short during the check, so a few tokens exceed them.
 WINDOW = 4
 #: Maximum relative error of the logits at the median node, in float32 and in shorter dtypes. If one
-#: branch sees the other, the error is of the order of 1 at all nodes but one.
+#: branch sees the other, it is larger, because the logits of all nodes of a row but one are wrong.
 MAX_ERROR = 0.01
 MAX_ERROR_SHORT = 0.1
 

@@ -11,8 +11,8 @@ import torch
 
 from eagle_fsd.model.verify import Origin
 
-#: Phases of a call; all but prefill repeat in every step. On CUDA, a step that is replayed as a
-#: graph is a single phase, "graph". In a step that is compiled, "verify" includes "cache".
+#: Phases of a call; all but prefill repeat in every step, "draft" only with a drafter. In a step
+#: that a CUDA graph replays, "graph" replaces all but "host". Compiled, "verify" includes "cache".
 PHASES = ("prefill", "draft", "target", "verify", "cache", "host")
 #: Names of the origins of emitted tokens.
 ORIGINS = tuple(item.name.lower() for item in Origin if item != Origin.PADDING)
@@ -58,7 +58,7 @@ class DecodeStats:
         origins: For each row, the number of tokens by lowercase :class:`Origin` name.
         seconds: Seconds by phase, see :data:`PHASES`.
         passes: Target passes over the batch, without prefill.
-        prefilled: Prompt tokens processed, without those found in a cache.
+        prefilled: Prompt tokens processed, without each prompt's last and those found in a cache.
     """
 
     accepted: list[list[int]]

@@ -51,7 +51,7 @@ class TokenDetail:
 
 @dataclass(eq=False)
 class RowGroup:
-    """Rows with equal decisions, and their indices; ``index`` ``[G]`` is None for all rows."""
+    """Rows with equal decisions; ``index`` ``[G]``: ``places`` on the device, None for all rows."""
 
     decision: Decision
     answers: list[Answer]

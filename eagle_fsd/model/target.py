@@ -49,7 +49,7 @@ class TargetPass:
 
 
 class Target:
-    """Uniform interface to causal language models of any architecture.
+    """Uniform interface to causal language models of different architectures.
 
     If the model is spread over several devices, tensors passed to and returned by this class are on
     :attr:`device`, the device of the output projection, as are the draft head and the tree.

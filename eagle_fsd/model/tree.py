@@ -24,7 +24,7 @@ Draw = Callable[[Tensor, Tensor], Tensor]
 class DraftTree:
     """A tree of drafted tokens for each row. Node 0, the root, is the last emitted token.
 
-    Nodes are in level order: a parent precedes its children, and depths never decrease.
+    Nodes are in level order: a parent precedes its children, and depths only decrease at padding.
     Other nodes of depth 0 are padding, in rows with fewer nodes: each is its own parent and has no
     children, so verification never keeps it.
 
@@ -83,7 +83,7 @@ class DraftTree:
         return found.scatter_(1, self.parents[:, 1:], True)
 
     def to_expanded(self, values: Tensor) -> Tensor:
-        """Look up the values of the expanded nodes, ``[B, M]``; 0 for those not in the tree."""
+        """Gather values ``[B, N]`` at the expanded nodes: ``[B, M]``, 0 if not in the tree."""
         count = self.draft_log_probs.shape[1]
         rows = torch.where(self.draft_rows < 0, count, self.draft_rows)  # a spare one
         return values.new_zeros(len(values), count + 1).scatter_(1, rows, values)[:, :count]
@@ -128,7 +128,7 @@ class TreeBuilder:
         self._firsts = (1 + width + (levels - 2) * width**2).where(levels > 1, levels)
 
     def start(self, log_probs: Tensor, points: Tensor | None = None) -> None:
-        """Begin with the distribution ``[B, D]`` after the root, and numbers ``[B, depth + 1]``."""
+        """Begin with the root's distribution ``[B, D]``, and points ``[B, depth + 1]`` to draw."""
         self._points = points
         scores, tokens = self._children(log_probs, 0)
         # One entry per level: [B, 1], [B, K], then [B, K * K]. The root has the largest score.

@@ -178,9 +178,9 @@ class AcceptanceRule:
     A rule that depends on what a row has emitted keeps :attr:`state_size` numbers per row on the
     device. They follow the row when rows are dropped, and are in :attr:`VerificationInputs.state`.
 
-    Rows with equal rules are verified together. Rules that are dataclasses are equal if their
-    fields are, others if they are one object. An evaluation resumes if the rule has the same
-    ``repr``, by default its attributes that are numbers, strings and tuples.
+    Rows with equal rules and options are verified together. Rules that are dataclasses are equal if
+    their fields are, others if they are one object. An evaluation resumes if the rule has the same
+    ``repr``, by default its attributes that are numbers, strings, tuples, None and rules.
 
     Attributes:
         needs_uniform: Whether the rule reads :attr:`VerificationInputs.uniform`.

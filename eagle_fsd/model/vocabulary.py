@@ -20,16 +20,16 @@ from torch import Tensor, nn
 #: Values that are processed together on a CPU, where they fit into a core's cache, and elsewhere.
 CHUNK = 2**18
 DEVICE_CHUNK = 2**21
-#: Log-probability below which ``exp`` returns denormal numbers, which takes a CPU hundreds of times
-#: as long.
+#: Log-probabilities are clamped to it, because ``exp`` returns denormal numbers below -87.34, which
+#: takes a CPU hundreds of times as long.
 MIN_LOG_PROB = -87.0
 #: Probabilities below it are 0, that of :data:`MIN_LOG_PROB` included.
 MIN_PROB = 1e-37
 #: Values in a block, of which sums or maxima are taken before one block is searched; a power of 2.
 BLOCK = 256
-#: Up to this number of values, ``torch.argmax`` is faster than a search of blocks.
+#: Up to this number of values, :func:`arg_max` calls ``torch.argmax``, except in compiled code.
 SMALL_SIZE = 2**15
-#: Up to this size of the vocabulary, ``torch.topk`` is faster than a search for the best blocks.
+#: Up to this size of the vocabulary, ``torch.topk`` is about as fast as searching the best blocks.
 SMALL_VOCABULARY = 4096
 #: The cut of top-p is located to this fraction of an interval, as a power of 1/2.
 RESOLUTION_BITS = 24
@@ -58,7 +58,7 @@ class Distributions:
         """Return the softmax distributions of float32 logits or log-probabilities ``[B, N, V]``."""
         flat, parts = logits.flatten(0, 1), []
         for rows in chunks(len(flat), flat):
-            # One fused operation, which takes half the time of computing the sum.
+            # One fused operation. The difference of logsumexp and the maximum would lose digits.
             largest = nn.functional.log_softmax(flat[rows], -1).amax(-1)
             parts.append((flat[rows].amax(-1), -largest))
         joined = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
@@ -202,7 +202,7 @@ def top_p_radius(below: Tensor, weights: Tensor, top_p: float) -> Tensor:
         first = 1.0 - start * (bins / width)
         place = torch.add(first, below, alpha=-bins / width)
         place.unflatten(-1, (-1, spare)).clamp_max_(last)
-        index = place.long().clamp_min_(0)  # NaN becomes negative
+        index = place.long().clamp_min_(0)  # NaN may become negative
         masses = mass.new_zeros(len(mass), bins + 1 + spare).scatter_add_(1, index, mass)
         ends = masses.cumsum(1)
         if goal is None:

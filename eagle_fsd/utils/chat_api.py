@@ -34,7 +34,7 @@ class Endpoint:
     base_url: str  # up to and including "/v1"
     model: str
     api_key: str | None = field(default=None, repr=False)  # default: $OPENAI_API_KEY, if set
-    timeout: float = 120  # seconds to wait for a reply
+    timeout: float = 120  # seconds to wait for a reply, in every attempt
     retries: int = 3  # after transient failures, as the package ``openai`` defines them
 
     @property
@@ -194,7 +194,7 @@ def map_concurrently(
             while not cancelled.is_set():
                 with lock:
                     found = list(islice(waiting, 1))
-                if not found:
+                if not found or cancelled.is_set():
                     break
                 results.put((found[0], function(found[0])))
         except Exception as error:

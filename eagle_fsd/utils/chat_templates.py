@@ -61,7 +61,7 @@ class TokenizerTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self.arguments,
             )
-        except (TemplateError, TypeError) as error:  # a template may fail on a turn's type
+        except (TemplateError, TypeError) as error:  # content may be of another type
             raise ValueError(f"the chat template rejects the chat: {error}") from error
         return str(text)
 

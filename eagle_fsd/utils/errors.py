@@ -1,8 +1,8 @@
-"""Recognize errors for which torch has no type of its own."""
+"""Recognize exhausted memory, for which torch raises errors of several types."""
 
 from __future__ import annotations
 
-#: Parts of the messages of such errors where memory was exhausted.
+#: Parts of the messages of those whose type also stands for other errors.
 OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",

@@ -149,12 +149,12 @@ def _is_union(annotation: Any) -> bool:
 
 
 def _without_none(annotation: Any) -> Any:
-    """Reduce ``T | None`` to ``T``."""
+    """Reduce ``T | None`` and ``Annotated[T, ...] | None`` to ``T``."""
     if get_origin(annotation) in (Union, UnionType):
         kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
         if len(kinds) == 1:
-            return kinds[0]
-    return annotation
+            annotation = kinds[0]
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def _digits(value: float) -> str:

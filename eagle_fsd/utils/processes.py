@@ -15,7 +15,7 @@ PROCESS_TIMEOUT = timedelta(days=7)
 def start_processes() -> PartialState:
     """Return the state of this process and the others that share the work.
 
-    Without CUDA, or if ``ACCELERATE_USE_CPU`` is set, they communicate and compute on CPUs.
+    Without CUDA, or if ``ACCELERATE_USE_CPU`` is true, they communicate and compute on CPUs.
     """
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     return PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)

@@ -143,7 +143,7 @@ def test_invalid_options() -> None:
         ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping must be one of True, False"),
         ({"num_beams": 2, "method": "beam"}, "method must be one of fsd, ar"),
         ({"num_beams": 2, "max_new_tokens": 0}, "max_new_tokens must be an integer"),
-        ({"num_beams": 90, "eos_token_id": list(range(7))}, "the 96 tokens of the vocabulary"),
+        ({"num_beams": 90, "eos_token_id": list(range(7))}, "the vocabulary of 96 tokens"),
     ):
         with pytest.raises(ValueError, match=message):
             random_pair().beam_search(prompt(4), **options)

@@ -385,6 +385,7 @@ DAMAGE: list[Callable[[bytes], bytes]] = [
     lambda _whole: b"version https://git-lfs.github.com/spec/v1\n" * 2,
     lambda _whole: b"<!DOCTYPE html><html>404</html>\n" * 9,
     lambda _whole: b"PK\x03\x04" + bytes(200),
+    lambda _whole: b".",  # a pickle without a value
 ]
 CONFIGS = [
     "",

@@ -188,6 +188,21 @@ def test_changes_of_attributes_are_seen() -> None:
     assert out.stats.prefilled < 8  # an unchanged model's tokens are kept
 
 
+def test_functions_with_too_many_versions_run_as_they_are(
+    graphs: list[torch.fx.GraphModule],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(compilation, "RECOMPILE_LIMIT", 1)
+    monkeypatch.setattr(torch._dynamo.config, "cache_size_limit", 1)
+    compilation._warn_once.cache_clear()
+    pair = PAIRS["eagle"]()
+    for threshold in (0.0, 0.3):  # each takes a version of verification
+        both(pair, prompt(12), threshold=threshold, max_new_tokens=6)
+    assert len(graphs) == 3  # drafting, target and verification
+    assert [item for item in caplog.messages if item.startswith("not compiled: ")]
+
+
 def test_versions_belong_to_one_model_and_data_type(graphs: list[torch.fx.GraphModule]) -> None:
     """Compiled versions are kept per model and data type, and they are freed with their model."""
     targets = [tiny_target(num_hidden_layers=1, seed=seed) for seed in (1, 2)]

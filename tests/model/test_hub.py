@@ -125,7 +125,8 @@ def test_files_are_cached(hub: None, request: pytest.FixtureRequest) -> None:
     assert find_file("some/head", "config.json") == found
     assert find_file("some/head", "fsd.json") is None  # as the server said
     assert find_file("some/head", "other.json") is None
-    with pytest.raises(ConnectionError, match="does not have other/head"):
-        find_file("other/head", "config.json")
+    for name, file in (("other/head", "config.json"), ("some/gguf", "other.gguf")):
+        with pytest.raises(ConnectionError, match=f"does not have {name}"):
+            find_file(name, file)
     with raises_one_line(r"cannot be reached .* to list files of some/gguf", LoadError):
         load_target("some/gguf", device_map="cpu")

@@ -103,6 +103,11 @@ def test_changed_weights_are_packed_again(through_data: bool) -> None:
     weight.data = torch.randn(WIDTH, OUTPUTS).t()
     forget_changed()
     torch.testing.assert_close(linear(x, weight), F.linear(x, weight), atol=1e-4, rtol=1e-5)
+    weight, x = torch.nn.Parameter(torch.randn(1024, 1024)), torch.randn(4, 1024)
+    linear(x, weight)
+    weight.data = weight.data.t()  # of the same memory
+    forget_changed()
+    torch.testing.assert_close(linear(x, weight), F.linear(x, weight), atol=1e-3, rtol=1e-5)
 
 
 @pytest.mark.skipif(not SUPPORTED, reason="weights are packed on x86 CPUs only")

@@ -59,6 +59,25 @@ def test_exception_is_raised_after_the_results_in_progress() -> None:
         next(results)
 
 
+def test_no_call_is_started_after_an_exception() -> None:
+    failed = threading.Event()
+    called: list[int] = []
+
+    def items() -> Iterator[int]:
+        yield 0
+        failed.wait(TIMEOUT)
+        yield 1
+
+    def work(item: int) -> None:
+        called.append(item)
+        threading.Timer(0.1, failed.set).start()
+        raise ValueError("zero")
+
+    with pytest.raises(ValueError, match="zero"):
+        list(map_concurrently(work, items(), 2))
+    assert called == [0]
+
+
 def test_exception_of_the_items_is_raised() -> None:
     def items() -> Iterator[int]:
         yield 1

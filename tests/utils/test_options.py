@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 import pytest
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from eagle_fsd.utils.options import Options, OptionsError, validation_message
 
@@ -22,6 +22,7 @@ class Sample(Options):
     mode: Literal["first", "last"] = Field("first", description="One of a few names.")
     flag: bool = Field(False, description="True or false.")
     label: str | None = Field(None, description="An optional string.")
+    name: Annotated[str, AfterValidator(str.strip)] | None = Field(None, description="A name.")
     choice: bool | Literal["auto"] | None = Field(None, description="A choice.")
     large: int | None = Field(None, le=2**63 - 1, description="A large bound.")
 
@@ -43,6 +44,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"mode": ["first"]}, "mode must be one of first, last; got ['first']"),
     ({"flag": 1}, "flag must be true or false; got 1"),
     ({"label": 3}, "label must be a string; got 3"),
+    ({"name": 3}, "name must be a string; got 3"),
     ({"choice": "maybe"}, "choice must be true, false or auto; got 'maybe'"),
     ({"large": 2**63}, f"large must be an integer of at most {2**63 - 1}; got {2**63}"),
     ({"falg": True}, "unknown option falg; the options are count, share, seconds, mode,"),
@@ -67,7 +69,7 @@ def test_valid_values_are_kept() -> None:
     values = {"count": 4, "share": 1.0, "seconds": 7, "mode": "last", "flag": True}
     values |= {"label": None, "choice": None}
     made = Sample.from_dict(values)
-    assert made.model_dump() == {**values, "large": None}
+    assert made.model_dump() == {**values, "name": None, "large": None}
     assert type(made.seconds) is float
     assert Sample.from_dict(made.model_dump()) == made
     assert made.updated(count=None, share=0.25, flag=False) == Sample(

@@ -110,11 +110,11 @@ class MixtureRule(AcceptanceRule):
     """Verify against ``w p + (1 - w) q`` (static ensemble, arXiv 2604.07622).
 
     Where the draft's distribution is known, the token that would be the target's sample is drawn
-    from the mixture instead: the draft's own draw with probability ``1 - w``, else the target's
-    sample. It is followed while it is in the tree, then emitted. On a chain sampled from the draft,
-    a token is accepted with probability ``min(1, 1 - w + w p(x) / q(x))``, as with
-    ``assistant_ensemble_weight`` in transformers. At temperature 0 the mixture's most likely token
-    replaces the target's.
+    from the mixture instead: with probability ``1 - w`` it is the draft's own draw, unless
+    processors or warpers mask that, else the target's sample. It is followed while it is in the
+    tree, then emitted. On a chain sampled from the draft, a token that is not masked is accepted
+    with probability ``min(1, 1 - w + w p(x) / q(x))``, as with ``assistant_ensemble_weight`` in
+    transformers. At temperature 0 the mixture's likeliest unmasked token replaces the target's.
 
     Attributes:
         weight: ``w``, the target's weight; 1 is lossless.

@@ -105,8 +105,8 @@ class FuzzyRule(AcceptanceRule):
 class TypicalRule(AcceptanceRule):
     """Medusa's typical acceptance (arXiv 2401.10774, section 3.3.1).
 
-    A token is accepted where ``p(x) > min(epsilon, delta * exp(-H(p)))``, with ``p`` the
-    distribution that is sampled from. The defaults are Medusa's.
+    A token is accepted where ``p(x) > min(epsilon, delta * exp(-H(p)))``, ``p`` after the warpers.
+    The defaults are Medusa's in ``evaluate_posterior``; its ``medusa_generate`` exchanges the two.
 
     Attributes:
         epsilon: Probability above which a token is always accepted.

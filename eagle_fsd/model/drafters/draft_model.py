@@ -139,8 +139,8 @@ class AdaptiveState(LevelState):
     """A state that chooses the depth of every tree, at most that of its ``TreeConfig``.
 
     As in Hugging Face's ``heuristic`` schedule, the next tree is two levels deeper for every row
-    that accepted a path of full depth, and one less deep for every other, on average. Ending a
-    draft by its own probabilities would make the host wait for every level.
+    that accepted a path of full depth, and one level shallower for every other, on average. Ending
+    a draft by its own probabilities would make the host wait for every level.
     """
 
     waits = True

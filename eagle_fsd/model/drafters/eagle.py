@@ -105,7 +105,7 @@ class EagleHead(DraftHead):
         return self.target.vocab_size if self.token_ids is None else len(self.token_ids)
 
     def restrict_vocabulary(self, token_ids: Tensor | None) -> None:
-        """Draft some tokens only (FR-Spec, arXiv 2502.14856); verification stays exact.
+        """Limit the drafted tokens (FR-Spec, arXiv 2502.14856), not those of the attached target.
 
         Args:
             token_ids: ``[D]`` distinct tokens, the most frequent first; None for all.

@@ -271,7 +271,7 @@ class _FirstLayer(GradientCheckpointingLayer):
 
 
 def default_reads(layers: int) -> tuple[int, ...]:
-    """Return what heads read by default: inputs of layers 2, ``layers // 2``, ``layers - 3``."""
+    """Return the default ``reads``: 2, ``layers // 2`` and ``layers - 3``, where they exist."""
     wanted = {2, layers // 2, layers - 3}
     return tuple(sorted(index for index in wanted if 0 <= index < layers))
 

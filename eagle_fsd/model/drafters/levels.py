@@ -44,7 +44,7 @@ class LevelDrafter(Drafter):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """``D``."""
+        """``D``, the number of tokens of each distribution."""
 
     @property
     @abstractmethod

@@ -5,8 +5,8 @@
 
 ``q`` at a node is the share of each token in the counts. After an n-gram that was seen once, it is
 a point mass on a token ``x``, whose JS divergence from ``p`` depends on ``p(x)`` alone and is ``3/4
-ln(4/3) = 0.216`` at ``p(x) = 1/2``: below that threshold FSD accepts a single observation only if
-it is the target's most likely token.
+ln(4/3) = 0.216`` at ``p(x) = 1/2``: below that threshold FSD's gate is open there only if ``x`` is
+the target's most likely token.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class AdaptiveNGramDrafter(_CountingDrafter):
         known = getattr(self, "vocab_size", target.vocab_size)  # unknown before the first target
         if self.table and known != target.vocab_size:
             raise ValueError(
-                f"this table was learned over {known} tokens, but the target has"
+                f"this table was learned with a vocabulary of {known} tokens, the target's has"
                 f" {target.vocab_size}; create a new drafter"
             )
         return super().attach(target)
@@ -262,7 +262,7 @@ def grow(followers: Followers, size: int, depth: int, width: int) -> list[_Node]
     """Find the ``size`` most probable nodes, or all, in level order, the root first.
 
     A child's probability is at most its parent's, so taking the best candidate repeatedly finds
-    all.
+    them.
     """
     nodes: list[_Node] = []
     # Negative log-probability of the path, number of earlier candidates to break ties, node.
