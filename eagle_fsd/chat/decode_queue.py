@@ -146,11 +146,11 @@ class DecodeQueue:
     """A queue of requests, and the thread that decodes them.
 
     A free row of the batch is given to the client that has the fewest rows; among these, to the one
-    that has waited longest since its last request started; and to that client's requests in order
-    of arrival. At most ``max_waiting`` requests, beside ``admitted`` ones, wait while ``max_batch``
-    are being decoded; a further one takes the place of the newest one of a client with more
-    requests, or is refused. A step or call that takes more than ``stall_timeout`` seconds has
-    stalled. Events are counted in ``metrics``.
+    that has waited longest without one of its requests starting; and to that client's requests in
+    order of arrival. At most ``max_waiting`` requests, beside ``admitted`` ones, wait while
+    ``max_batch`` are being decoded; a further one takes the place of the newest one of a client
+    with more requests, or is refused. A step or call that takes more than ``stall_timeout`` seconds
+    has stalled. Events are counted in ``metrics``.
     """
 
     def __init__(

@@ -274,7 +274,7 @@ def score_prompt(
 
     ``ids`` are ``[1, S]``, and ``count`` is the number of alternatives. Fewer tokens are scored if
     ``cancelled`` returns true between two passes. Raises FloatingPointError if the target's logits
-    are NaN or infinite.
+    are NaN or infinite at a prompt's token.
     """
     ids, end = ids.to(model.target.device), ids.shape[1] - 1
     cache = DynamicCache(config=model.model.config)

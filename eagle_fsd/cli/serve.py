@@ -11,6 +11,7 @@ import sys
 import threading
 import webbrowser
 from collections.abc import Callable
+from ipaddress import IPv6Address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
@@ -77,9 +78,14 @@ def _check_origin(url: str) -> str:
 
 
 def _check_host(name: str) -> str:
-    if not re.fullmatch(r"[\w.-]+|\[?[0-9a-f]*(:[0-9a-f]*){2,}\]?", name, re.I):
-        raise ValueError(f"--trusted-hosts must be names without scheme and port; got {name}")
-    return name.strip("[]")
+    """Validate a name or an address; return it as browsers send it."""
+    if re.fullmatch(r"[\w.-]+", name):
+        return name.rstrip(".")
+    try:
+        return str(IPv6Address(re.sub(r"^\[(.*)\]$", r"\1", name)))
+    except ValueError:
+        message = f"--trusted-hosts must be names without scheme and port; got {name}"
+        raise ValueError(message) from None
 
 
 def _check_url_or_none(url: str, info: ValidationInfo) -> str:
@@ -128,7 +134,7 @@ class WorkerServer(Server):
     address: Annotated[str, AfterValidator(_check_url)] | None = Field(
         None,
         description="URL at which FastChat's servers reach this worker; default: http://HOST:PORT,"
-        " with 127.0.0.1 for 0.0.0.0.",
+        " with 127.0.0.1 for 0.0.0.0 (::1 for ::).",
     )
 
 

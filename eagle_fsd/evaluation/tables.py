@@ -24,10 +24,9 @@ MAX_CATEGORIES = 6
 def tables(report: dict[str, Any]) -> list[Table]:
     """Return the tables of a report, without empty ones."""
     rows, sampled = report["rows"], bool(report["about"]["temperature"])
-    reference, unit = report.get("reference", "exact"), "token"
+    reference = report.get("reference", "exact")
     measure = report["about"].get("measure", "accuracy")
-    if report["about"].get("servers"):
-        unit = "word"
+    unit = "word" if report["about"].get("servers") else "token"
     several_trees = len({tree for row in rows if (tree := tree_text(row))}) > 1
     filters = _table("accuracy by scoring", rows, _filters)
     agree = all(len(set(line[1:])) == 1 for line in filters[1])

@@ -172,9 +172,9 @@ def tune(
 
     Writes ``tune.json`` and ``fsd.json`` to the output folder and, with ``install``, also
     ``fsd.json`` beside the drafter, without its certificate: a bound holds for one tree only.
-    Accepted lengths are kept, so that an interrupted run does not record them again. Before an
-    exception such as KeyboardInterrupt propagates, ``tune.json`` is written with the results so
-    far, which are passed to ``on_result``.
+    Accepted lengths are kept, so that an interrupted run does not record them again. ``on_result``
+    is called at the end. Before an exception such as KeyboardInterrupt propagates, ``tune.json`` is
+    written with the results so far, which are passed to ``on_result``.
     """
     config, folder = config or EvaluationConfig(), request.output_folder("tune")
     files = settings_files(request, folder, install)

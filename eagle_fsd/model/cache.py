@@ -43,7 +43,7 @@ def cache_slots(needed: int, device: torch.device) -> int:
 
 
 def _separate(plane: Tensor) -> Tensor:
-    """Return a tensor on the same memory, on CPUs and CUDA no view: compiled code copies views."""
+    """Return a tensor on the same memory; on CPUs and CUDA no view: compiled code copies views."""
     if plane.device.type in ("cpu", "cuda"):
         with using_device(plane.device):  # torch exports tensors of the current device only
             plane = torch.from_dlpack(plane)

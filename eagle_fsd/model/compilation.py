@@ -41,7 +41,7 @@ CODE_GUARDS = (
 #: Maximum number of compiled versions of a function: for one row and for several, for every tree.
 RECOMPILE_LIMIT = 128
 #: Raised beyond this limit; the name depends on the version of torch.
-LIMIT_HIT: Any = next(item for name, item in vars(exc).items() if name.endswith("LimitHit"))
+LIMIT_HIT = tuple(item for name, item in vars(exc).items() if name.endswith("LimitHit"))
 #: Maximum number of kinds of steps that are compiled in the background, far below this limit.
 MAX_KINDS = 16
 #: Types of devices on which steps are captured in graphs.
@@ -118,7 +118,11 @@ class _Compiled(Generic[Result]):
             self._begun = True
         try:
             return self._compiled(*arguments)
-        except (exc.TorchDynamoException, LIMIT_HIT) as error:
+        except LIMIT_HIT:
+            _warn_once(f"not compiled: {self._function.__name__} has too many compiled versions")
+            self._compiled = self._existing  # those that exist are still used
+            return self._compiled(*arguments)
+        except exc.TorchDynamoException as error:
             if self._compiled is self._function:
                 raise
             _warn_once(f"not compiled: {type(error).__name__}: {one_line(error)}")

@@ -25,7 +25,7 @@ PLAIN = frozenset(
 )
 #: Attribute of a target for its pairs, see :func:`eagle_fsd.engines.hugging_face.generate`.
 PAIRS = "_eagle_fsd_pairs"
-#: Attributes that are left out: of gradients, saving, ``generate`` and warnings, and hooks' flags.
+#: Attributes that are left out, for gradients, saving, ``generate`` and warnings, and hooks' flags.
 UNREAD = nn.Module().__dict__.keys() - {
     *("training", "_parameters", "_buffers", "_modules"),
     *("_forward_hooks", "_forward_pre_hooks"),

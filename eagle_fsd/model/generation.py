@@ -60,10 +60,10 @@ class Completion:
 class Generation:
     """A call in progress, returned by :meth:`EagleFSD.stream`.
 
-    Iterate to decode; nothing is processed before. :meth:`output` returns everything
-    emitted so far, even if the iteration was abandoned. :meth:`close` ends the call and frees its
-    caches, except for those kept on CUDA, see :meth:`EagleFSD.release_memory`; leaving a ``with``
-    block or dropping the last reference does the same.
+    Iterate to decode; nothing is processed before. :meth:`output` returns everything emitted so
+    far, even if the iteration was abandoned. :meth:`close` ends the call and frees its caches,
+    except for those kept on CUDA, see :meth:`EagleFSD.release_memory`; leaving a ``with`` block or
+    dropping the last reference does the same.
 
     Args:
         options: What the engines are built from; a prefix cache among them is kept.

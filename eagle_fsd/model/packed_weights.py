@@ -120,7 +120,7 @@ def forget_packed(*modules: nn.Module) -> None:
     """Drop the packed weights of modules."""
     with _lock:
         for module in modules:
-            for weight in module.parameters():
+            for weight in (*module.parameters(), *module.buffers()):
                 _packed.pop(weight, None)
 
 

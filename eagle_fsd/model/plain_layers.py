@@ -1,6 +1,6 @@
 """The parts of Llama's decoder layer, called with fewer operations than in transformers.
 
-In a small model's pass over a handful of nodes on a CPU, their overhead takes most of the time.
+On a CPU, a small model's pass over a handful of nodes spends most of its time on their overhead.
 
 Shape letters: ``B`` rows, ``S`` tokens, ``L`` visible slots, ``D`` head size, ``H`` hidden size.
 """

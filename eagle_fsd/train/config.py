@@ -229,7 +229,9 @@ class PartialTrainConfig(TrainConfig):
 
 
 def _is_exponential(value: Any) -> bool:
-    return isinstance(value, str) and bool(re.fullmatch(r"[-+]?\d+\.?\d*[eE][-+]?\d+", value))
+    return isinstance(value, str) and bool(
+        re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+", value)
+    )
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def load_frozen_target(
 def fastest_dtype(device: str | torch.device | None = None) -> str | None:
     """Return bfloat16 if ``device`` is an x86 CPU that multiplies faster in it than in float32.
 
-    Otherwise return None, the default of :func:`load_target`. None, ``auto`` and the like are the
+    Otherwise return None, the default of :func:`load_target`. None, ``auto`` and the like mean the
     GPU if there is one. Instructions for bfloat16 may be slower than those for float32.
     """
     on_cpu = str(device) == "cpu" or (device in (None, *SPREAD) and not torch.cuda.is_available())

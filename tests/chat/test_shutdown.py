@@ -106,7 +106,7 @@ def test_a_process_is_suspended_and_terminated() -> None:
         for thread in (stream, plain):
             thread.join(TIMEOUT)
         if "error" in stream.events[-1]:
-            check_ended(stream, replies, "decoding has stalled: a step takes more than 4 s")
+            check_ended(stream, replies, "decoding has stalled: a step or call takes more than 4 s")
         else:  # it was suspended between two steps
             assert stream.events[-1]["choices"][0]["finish_reason"] == "length"
             assert replies[0].status_code == 200
@@ -176,7 +176,7 @@ def test_stalled_step_is_reported(server: APIThread, monkeypatch: pytest.MonkeyP
         thread.join(TIMEOUT)
     for reply in replies:
         assert reply.status_code == 503
-        assert "a step or another call takes more than 0.2 s" in reply.json()["error"]["message"]
+        assert "a step or call takes more than 0.2 s" in reply.json()["error"]["message"]
     assert server.http.get("/health").status_code == 503
     assert ask(server.url).status_code == 503
     server.backend.queue.stall_timeout = 60.0

@@ -132,9 +132,7 @@ class BoundedServer(uvicorn.Server):
             before, self._stalled = self._stalled, self.queue.stalled
             if self._stalled:
                 seconds = self.queue.stall_timeout
-                message = (
-                    f"decoding has stalled: a step or another call takes more than {seconds:g} s"
-                )
+                message = f"decoding has stalled: a step or call takes more than {seconds:g} s"
                 if not before:
                     log.error(message)
                 self.queue.abort(message)

@@ -173,13 +173,14 @@ class ToolParser:
             raise ValueError("no calls")
         calls = []
         for index, value in enumerate(values, len(self.calls)):
-            if not isinstance(value, dict) or str(value.get("name")) not in self._names:
+            name = value.get("name") if isinstance(value, dict) else None
+            if not isinstance(name, str) or name not in self._names:
                 raise ValueError("not a tool call")
             arguments = value.get("arguments", value.get("parameters", {}))
             if not isinstance(arguments, dict):
                 raise ValueError("the arguments are not an object")
             text = json.dumps(arguments, allow_nan=False)
-            function = {"name": str(value["name"]), "arguments": text}
+            function = {"name": name, "arguments": text}
             # Mistral's templates accept ids of this length only.
             identity = {"id": token_hex(5)[:9], "type": "function"}
             calls.append({"index": index, **identity, "function": function})

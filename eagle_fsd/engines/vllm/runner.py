@@ -90,7 +90,7 @@ def prepare(runner: Any, metadata: Any) -> None:
 def _emitted_before(runner: Any, metadata: Any) -> Tensor:
     """Return ``[B]``: the number of tokens of each request's answer before this step.
 
-    The first row of a request's logits belongs to the last token that it emitted.
+    The first row of a request's logits belongs to its last token, of the prompt or the answer.
     """
     counts = metadata.cu_num_sampled_tokens
     firsts = torch.cat([counts.new_zeros(1), counts[:-1]]).long()

@@ -198,8 +198,8 @@ WIDTHS = (1, 2, 4, 8)
 NODES = (4, 8, 16, 32, 48, 64)
 #: Nodes of the trees that show the cost of a level, and their two depths.
 LEVEL_NODES, DEPTHS = 16, (14, 46)
-#: Seconds, without the first step, of a measurement, or of its first warm-up, whose number of steps
-#: it takes. Measurements of equal length are interrupted by other processes equally often.
+#: Least number of seconds of a measurement's first run, without the first step; later runs take as
+#: many steps. Measurements of equal length are interrupted by other processes equally often.
 SECONDS = 0.05
 #: Untimed repetitions of a measurement before it, by type of device. On CUDA, steps run eagerly and
 #: are captured before they are replayed.

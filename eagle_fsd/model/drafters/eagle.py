@@ -105,7 +105,7 @@ class EagleHead(DraftHead):
         return self.target.vocab_size if self.token_ids is None else len(self.token_ids)
 
     def restrict_vocabulary(self, token_ids: Tensor | None) -> None:
-        """Limit the drafted tokens (FR-Spec, arXiv 2502.14856), not those of the attached target.
+        """Limit the tokens that are drafted (FR-Spec, arXiv 2502.14856), not those emitted.
 
         Args:
             token_ids: ``[D]`` distinct tokens, the most frequent first; None for all.

@@ -200,7 +200,7 @@ class AdaptiveNGramDrafter(_CountingDrafter):
         known = getattr(self, "vocab_size", target.vocab_size)  # unknown before the first target
         if self.table and known != target.vocab_size:
             raise ValueError(
-                f"this table was learned with a vocabulary of {known} tokens, the target's has"
+                f"this table was learned with a vocabulary of {known} tokens, but the target has"
                 f" {target.vocab_size}; create a new drafter"
             )
         return super().attach(target)
