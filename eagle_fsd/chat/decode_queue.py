@@ -88,7 +88,7 @@ class Job(Generic[Task]):
         self._loop = asyncio.get_running_loop()
         self._updates: asyncio.Queue[Any] = asyncio.Queue()
         self.cancelled = False
-        self.outcome: Outcome = "cancelled"  # if it is cancelled
+        self.outcome: Outcome = "cancelled"  # what metrics count if it is cancelled
         self.submitted = time.monotonic()
 
     def cancel(self) -> None:

@@ -248,7 +248,7 @@ class ServerSession(TerminalSession):
         yield {"text": text, "pieces": []}
 
     def _parameters(self) -> dict[str, Any]:
-        """Return a request's parameters; those beyond OpenAI's API only if they were changed."""
+        """Return a request's parameters; those beyond OpenAI's API unless they are the defaults."""
         common = {"temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"}
         others = self.options.model_dump(exclude={*common, "max_new_tokens"}, exclude_defaults=True)
         parameters = self.options.model_dump(include=common, exclude_none=True)

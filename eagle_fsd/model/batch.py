@@ -328,7 +328,8 @@ class Batch:
         # Make room for those that follow, too: the caches are copied when they grow.
         preferred = needed
         if request.max_length > reserved_length:
-            preferred = needed[0], max(needed[1], reserved_length * 5 // 4)
+            room = min(reserved_length * 5 // 4, engine.target.stable_length)
+            preferred = needed[0], max(needed[1], room)
         if rows > reserved_rows:
             others = [item.request for item in itertools.islice(self._waiting, 1, self.max_rows)]
             others = [item for item in others if item.engine_key == request.engine_key]
