@@ -74,7 +74,7 @@ def build_draft_model(target: LlamaForCausalLM, layers: tuple[int, ...]) -> Llam
     model.load_state_dict(target.state_dict(), strict=False)
     for layer, index in zip(model.model.layers, layers, strict=True):
         layer.load_state_dict(target.model.layers[index].state_dict())
-    return model.float().train().requires_grad_(True)
+    return model.float()
 
 
 def train_draft_model(config: DraftModelConfig, target: Path, work: Path, out: Path) -> None:

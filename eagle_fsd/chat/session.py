@@ -174,7 +174,7 @@ class ChatAnswer:
     def push(self, chunk: StreamChunk) -> list[Piece]:
         """Add the tokens of one step, and return the pieces that it completes, possibly none.
 
-        The last ones include all that were held back.
+        The last step also returns what was held back, up to a stop string.
         """
         self.new_tokens += len(chunk.tokens)
         pieces = self._stream.push(chunk.tokens, chunk.origins, chunk.details)

@@ -360,7 +360,7 @@ def answer_seed(seed: int, question_id: int | str, sample: int, turn: int) -> in
 
 @torch.inference_mode()
 def answer_log_probs(target: Target, prompt: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the target's log-probabilities along an answer, in one pass over it.
+    """Compute the target's log-probabilities along an answer that follows a prompt, in one pass.
 
     Returns those of the answer's tokens and of the likeliest tokens, ``[A]`` each, in float64.
     Their difference is the *regret* of a token.

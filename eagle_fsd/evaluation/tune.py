@@ -80,12 +80,7 @@ class Tuning:
     def conclusions(self) -> list[str]:
         """Return the outcome in sentences."""
         found = [race_sentence(item) for item in self.search.races if item.trees]
-        found += [
-            f"For {rows} prompts at once, lossless decoding with the tree {item.tree.shape} is"
-            f" predicted to be {item.over_plain:.2f} times as fast as plain decoding."
-            for rows, item in self.batch.items()
-        ]
-        return found
+        return found + [batch_sentence(rows, item) for rows, item in self.batch.items()]
 
     def tables(self) -> list[Table]:
         """Return tables of the parts of a step and of the finalists."""
@@ -143,6 +138,16 @@ def race_values(race: TreeRace) -> dict[str, Any]:
             }
         )
     return {"tree": race.tree.model_dump(), "finalists": rows, "predicted": predicted}
+
+
+def batch_sentence(rows: int, found: BatchTree) -> str:
+    """Return the prediction for several prompts at once in a sentence."""
+    if found.tree == PLAIN_TREE:
+        return f"For {rows} prompts at once, plain decoding is predicted to be the fastest."
+    return (
+        f"For {rows} prompts at once, lossless decoding with the tree {found.tree.shape} is"
+        f" predicted to be {found.over_plain:.2f} times as fast as plain decoding."
+    )
 
 
 def race_sentence(race: TreeRace) -> str:

@@ -140,7 +140,7 @@ class TreeCache(Cache):
         return planes[0][rows, :view].transpose(1, 2), planes[1][rows, :view].transpose(1, 2)
 
     def _allocate(self, kind: PlaneKind) -> Tensor:
-        """Return an unused plane."""
+        """Return an unused plane ``[rows, length, heads, head size]``."""
         if kind not in self.layout:  # the model may have changed: forget what it used before
             for other in self.layout.keys() - self._used.keys():
                 del self.layout[other]

@@ -127,7 +127,7 @@ def converted_copy(file: Path) -> Path:
 
 @lru_cache
 def _digest(file: Path, size: int, modified: int) -> str:
-    """Return the first digits of the SHA-256 hash of a file with this size and time."""
+    """Return the first digits of a file's SHA-256 hash; size and time only key the cache."""
     digest = hashlib.sha256()
     with file.open("rb") as content:
         while block := content.read(1 << 20):

@@ -524,8 +524,8 @@ class EagleFSD:
             length_penalty: Finished hypotheses are ranked by their log-probability, divided by
                 their number of new tokens to this power.
             early_stopping: When to end a search that has finished ``num_beams`` hypotheses: True,
-                at once; False, when no running one scores above them at its present length;
-                ``"never"``, when none can exceed them.
+                at once; False, when no running one scores above the worst of them at its present
+                length; ``"never"``, when none can exceed it.
             eos_token_id: See :meth:`generate`.
             pad_token_id: See :meth:`generate`, but 0 stands for the first of ``eos_token_id``.
             method: See :meth:`generate`.

@@ -175,7 +175,7 @@ class TreeBuilder:
         return scores, index if self.token_ids is None else self.token_ids[index]
 
     def finish(self, root: Tensor) -> DraftTree:
-        """Keep the best ``min(total_tokens, P)`` of the pool, whose roots are tokens ``[B]``."""
+        """Return the tree of the best ``min(total_tokens, P)`` nodes, and root tokens ``[B]``."""
         # A stable sort rather than topk: among equal scores the earlier candidate, and so the
         # parent, comes first.
         scores = _ranked(torch.cat(self.scores, 1))
