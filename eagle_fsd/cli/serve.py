@@ -82,10 +82,12 @@ def _check_host(name: str) -> str:
     if re.fullmatch(r"[\w.-]+", name):
         return name.rstrip(".")
     try:
-        return str(IPv6Address(re.sub(r"^\[(.*)\]$", r"\1", name)))
+        address = IPv6Address(re.sub(r"^\[(.*)\]$", r"\1", name))
     except ValueError:
-        message = f"--trusted-hosts must be names without scheme and port; got {name}"
-        raise ValueError(message) from None
+        address = None
+    if address is None or address.scope_id is not None:  # which browsers do not send
+        raise ValueError(f"--trusted-hosts must be names without scheme and port; got {name}")
+    return str(address)
 
 
 def _check_url_or_none(url: str, info: ValidationInfo) -> str:

@@ -55,7 +55,8 @@ def row_bytes(
     found = _slot_bytes(target.layout, length)
     if draft_length:
         found += _slot_bytes(drafter.layout, draft_length)
-    nodes, expanded = drafter.max_nodes(tree), drafter.max_expanded(tree)
+    nodes = drafter.max_nodes(tree)
+    expanded = drafter.max_expanded(tree)
     workspaces = 2 if captured else 1
     found[target.device] += workspaces * 4 * target.vocab_size * (2 * nodes + expanded)
     return found

@@ -99,6 +99,7 @@ def test_values_that_never_match_are_errors(started: list[Any], run: Run) -> Non
         (("serve",), "--trusted-hosts", "https://chat.example"),
         (("serve",), "--trusted-hosts", "chat.example:8443"),
         (("serve",), "--trusted-hosts", "cafe:8443"),
+        (("serve",), "--trusted-hosts", "fe80::1%eth0"),
         (("serve", "worker"), "--address", "http://user:password@machine:1"),
         (("serve", "worker"), "--address", "http://my machine:1"),
         (("demo",), "--temperature", "3"),

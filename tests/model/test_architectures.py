@@ -139,8 +139,12 @@ def test_length_dependent_rope_matches_hugging_face_up_to_its_limit(
     expected = greedy_reference(model, ids, mask, new=new)
     for method in ("fsd", "ar"):
         assert torch.equal(pair.generate(ids, mask, new, method=method).sequences, expected)
-    if config.rope_parameters == DYNAMIC:
-        return  # its limit is the context length
+
+
+def test_calls_beyond_the_limit_of_longrope_are_rejected() -> None:
+    config = Phi3Config(**SIZES, original_max_position_embeddings=LIMIT, rope_parameters=LONGROPE)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    pair = EagleFSD(model, untrained_head(model))
     for length, new, method in ((20, 13, "fsd"), (33, 1, "ar"), (1, 200, "fsd")):
         with raises_one_line(f"reach {length + new} tokens, but beyond 32 the target's attention"):
             pair.generate(prompt(length), max_new_tokens=new, method=method)
