@@ -5,7 +5,7 @@
     python benchmarks/batches.py --threads 2
 
 The bundled pair answers the same word problems at every batch size, greedily, each way with its own
-tree; rows that end are replaced. Every way is measured once at each batch size.
+trees; rows that end are replaced. Every way is measured once at each batch size.
 """
 
 from __future__ import annotations

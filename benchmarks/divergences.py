@@ -4,9 +4,9 @@
 
     python benchmarks/divergences.py
 
-For each bundled head and divergence, bisection finds the largest threshold at which FSD, without a
-floor, loses no more answers to the bundled problems, less those it gains, than the limit. Tau at
-that threshold is compared. It does not depend on the machine's speed.
+For each head of the bundled target and each divergence, bisection searches for the largest
+threshold at which FSD, without a floor, loses no more answers to the bundled problems, less those
+it gains, than the limit. Tau at that threshold is compared.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def search(
     bisections: int,
     new_tokens: int,
 ) -> tuple[float, Answers]:
-    """Find the largest threshold within the limit.
+    """Search for the largest threshold within the limit.
 
     :data:`LOWEST` is taken to be within it. Returns the threshold and the answers.
     """

@@ -90,7 +90,7 @@ def parse(
     name = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
     options.dtype = getattr(torch, name, None)
     if not isinstance(options.dtype, torch.dtype):
-        parser.error(f"unknown dtype: {name}")
+        parser.error(f"--dtype must name a data type of torch; got {name}")
     torch.set_num_threads(options.threads)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -114,8 +114,8 @@ def progress(items: Iterable[T], label: str) -> Iterable[T]:
 class ForcedAcceptance(AcceptanceRule):
     """Accept the drafted tokens of the first levels of every tree, whatever the target says.
 
-    The wrapped rule is evaluated, but its result is ignored. A step emits ``count + 1`` tokens if
-    its tree is deep enough. The output is meaningless, so a call with this rule fails unless
+    The wrapped rule's gate is evaluated, but ignored. A step emits ``count + 1`` tokens if its tree
+    is deep enough. The output is meaningless, so a call with this rule fails unless
     :func:`time_steps` makes it.
     """
 
@@ -291,7 +291,7 @@ def _start(
             longest = accepted + 1
             rule = ForcedAcceptance(accepted, rule_for(contender.acceptance))
             rule.timing = True
-            # The wrapped rule has the limits already, and the tree would be that of other rules.
+            # The wrapped rule has the limits already. With a rule, calls use the attribute `tree`.
             unlimited = contender.acceptance.overridden({"max_fuzzy_nats": None, "exact_first": 0})
             options |= {"rule": rule, "acceptance": unlimited}
             model = copy.copy(model)

@@ -60,7 +60,7 @@ ATTENTION_COLUMNS = {
 #: Outputs and inputs of the weights, and numbers of tokens.
 WEIGHTS = ((49_152, 576), (1536, 576), (576, 1536), (8192, 2048), (2048, 8192), (2048, 2048))
 TOKENS = (1, 4, 16, 64)
-#: Values of all copies of a weight, which do not fit the processor's cache.
+#: Values of all copies of a weight, more than most processors' caches hold.
 COPIED_VALUES = 2**26
 PACKED_COLUMNS = {
     "weight": "weight",

@@ -6,7 +6,7 @@
 
 Every client sends its next request as soon as it has the answer to the last one. All numbers of
 clients send the same requests: word problems to the bundled pair, answered greedily and losslessly
-with the same tree, over OpenAI's API. The server runs in a process of its own, with one thread.
+with the same tree, over the OpenAI API. The server runs in a process of its own, with one thread.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from eagle_fsd.model.loading import load_tokenizer
 
 CLIENTS = (1, 2, 4, 8, 16, 32)
 NAME = "pair"
-#: Seconds for a server to start, and for an answer.
+#: Maximum seconds for a server to start, and for each part of an answer.
 TIMEOUT = 300.0
 COLUMNS = {
     "clients": "clients",
@@ -51,7 +51,7 @@ COLUMNS = {
 
 
 class Measurement(NamedTuple):
-    """The tokens of an answer, and seconds from the request to the first ones and to the end."""
+    """The number of tokens of an answer, and the seconds until the first and until the last."""
 
     tokens: int
     first: float

@@ -88,7 +88,7 @@ def make_config(kind: type[PreTrainedConfig], options: Mapping[str, Any], *sizes
     return kind(**options, **dict(zip(SIZES, sizes, strict=True)))
 
 
-#: Configurations by name. The numbers are from the models' ``config.json`` on the Hugging Face Hub:
+#: Configurations by name. The sizes are from the models' ``config.json`` on the Hugging Face Hub:
 #: Qwen/Qwen2.5-0.5B and -1.5B, meta-llama/Llama-3.1-8B, lmsys/vicuna-7b-v1.5 and -13b-v1.5,
 #: Qwen/Qwen3-8B. ``tiny`` is for ``--quick``.
 SHAPES: dict[str, PreTrainedConfig] = {
@@ -137,7 +137,7 @@ def random_head(model: PreTrainedModel, draft_vocab: int | None = None) -> Eagle
 
 @torch.no_grad()
 def randomize(module: torch.nn.Module) -> None:
-    """Draw weights such that activations stay near 1 and logits spread by :data:`LOGIT_SPREAD`."""
+    """Draw weights such that the logits of a target spread by :data:`LOGIT_SPREAD`."""
     projection = getattr(module, "lm_head", None)
     for name, weight in module.named_parameters():
         if weight.ndim < 2:

@@ -9,8 +9,8 @@
 no phases: the phases are those of a second run without graphs, in which the GPU often waits for the
 host.
 
-Without ``--shape`` the bundled pair answers word problems, each way with its own tree. With it, a
-pair with random weights is timed under forced acceptance, see ``shapes.py``.
+Without ``--shape`` the bundled pair answers word problems. With it, a pair with random weights is
+timed under forced acceptance, see ``shapes.py``.
 """
 
 from __future__ import annotations

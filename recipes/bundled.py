@@ -91,7 +91,7 @@ def train_head(stage: str, work: Path, out: Path) -> None:
 
 
 def write_cards(out: Path) -> None:
-    """Measure exact decoding and the settings in ``fsd.json``; write the model cards."""
+    """Measure the pair, with the settings in ``fsd.json``, and the other drafters; write cards."""
     target, head = out / "target", out / "head"
     if not (head / SETTINGS_FILE).exists():
         raise FileNotFoundError(

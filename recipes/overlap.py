@@ -24,7 +24,7 @@ class Overlaps:
                 self._found.setdefault(part, question)
 
     def find(self, chat: Chat) -> str | None:
-        """Return a question that shares :data:`WORDS` words with a user's message, or None."""
+        """Return a question that counts as the same as a user's message, or None."""
         messages = (item["content"] for item in chat if item["role"] == "user")
         parts = (part for message in messages for part in _parts(message))
         return next((self._found[part] for part in parts if part in self._found), None)

@@ -11,11 +11,11 @@ The stages, in order:
 - ``curve``: measure heads that were trained on fewer tokens.
 - ``speed``: compare the EAGLE-3 head with Hugging Face's ``generate``, one factor at a time.
 
-Every stage but ``card`` resumes from its files in ``--work``, or else from what is committed: the
-compressed parts in ``smollm2_chats``, whose hashes are in ``parts.json``, and the heads in
-``--out``, from whose weights training starts, without the state of the optimizer. ``--parts`` is
-the number of parts; existing ones are kept, and more of them need another ``--work``. ``--tiny``
-runs every stage on a handful of chats, in ``runs/smollm2-tiny``.
+Every stage but ``card`` resumes. Without files in ``--work``, chats come from the compressed parts
+in ``smollm2_chats``, whose hashes are in ``parts.json``, and training starts from the weights of
+the heads in ``--out``, without the state of the optimizer. ``--parts`` is the number of parts to
+have at least; new ones need another ``--work``. ``--tiny`` runs every stage on a handful of chats,
+in ``runs/smollm2-tiny``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ SHARED = Path("../shared/data")
 #: Questions whose answers are written for training.
 GSM8K = "gsm8k_train.jsonl"
 SPEC_BENCH, IFEVAL = "spec_bench_question.jsonl", "ifeval_prompts.jsonl"
-#: Benchmarks whose questions are never trained on.
+#: Benchmarks that chats must not share questions with.
 BENCHMARKS = ("mt_bench_question.jsonl", SPEC_BENCH, IFEVAL, "gsm8k_test.jsonl")
 #: First chats, which are not trained on: their questions select the settings.
 TUNING_CHATS = 128
@@ -91,7 +91,7 @@ MAX_REGRET, MAX_DROP = 0.05, 3
 #: instead of the target's 49,152. An EAGLE-3 head contains its rows; with 4,096 it has 15 MB.
 CONFIGS = {
     "eagle2": TrainConfig(
-        draft_vocab_size=8192, tokens_per_batch=2048, lr=1e-3, unroll=2, epochs=6
+        draft_vocab_size=8192, tokens_per_batch=2048, lr=1e-3, unroll=2, epochs=4
     ),
     "eagle3": TrainConfig(
         head_type="eagle3",
@@ -147,7 +147,7 @@ class Scale:
     for speed, and of IFEval.
     """
 
-    parts: int = 3
+    parts: int = 7
     chats: int = 600
     answers: int = 300
     max_new_tokens: int = 512
@@ -520,7 +520,7 @@ def main() -> None:
     parser.add_argument(
         "--stage", action="append", choices=STAGES, help="stage to run; default: all of them"
     )
-    parser.add_argument("--parts", type=int, help=f"parts of the chats; default: {Scale.parts}")
+    parser.add_argument("--parts", type=int, help=f"least number of parts; default: {Scale.parts}")
     parser.add_argument("--tiny", action="store_true", help="a handful of chats and steps")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")

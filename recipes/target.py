@@ -1,8 +1,8 @@
 """The bundled target: a tokenizer and a small Llama, trained from scratch on generated chats.
 
-The model is deep and narrow on purpose. On two cores, operator overhead rather than arithmetic
-dominates the time of a pass, just as reading weights does for a large model on a GPU. A pass over a
-draft tree therefore takes little longer than a pass over one token, as for pairs of realistic size.
+The model is deep and narrow on purpose: on a CPU, operator overhead, not arithmetic, dominates the
+time of a pass over one token, as reading weights does for a large model on a GPU. A pass over a
+draft tree therefore takes less time than a few such passes.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def train_target(config: TargetConfig, work: Path, out: Path) -> None:
         first, tokens, seconds = state["step"], state["tokens"], state["seconds"]
         log.info("resuming from step %d", first)
     for layer in model.model.layers:
-        layer.compile(dynamic=True)  # twice as fast on a CPU
+        layer.compile(dynamic=True)
 
     stream = itertools.islice(batches(tokenizer, config), first, config.steps)
     start, average = time.monotonic() - seconds, None
@@ -228,7 +228,7 @@ def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out
 def save_weights(model: LlamaForCausalLM, out: Path) -> None:
     """Save a model without its tokenizer in half precision, as :func:`save_target` does."""
     model.half().save_pretrained(out)
-    # The default on a GPU, too: the settings of the bundled heads are for float32.
+    # The data type to load it in, also on a GPU: the settings of the bundled heads are for float32.
     fields = {"dtype": "float32", **transformers4_fields(model.config, torch.float32)}
     _update_json(out / "config.json", **fields)
 

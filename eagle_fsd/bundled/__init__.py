@@ -14,15 +14,15 @@ BUNDLED_TARGET = BUNDLED / "target"
 BUNDLED_HEAD = BUNDLED / "head"
 BUNDLED_EAGLE3 = BUNDLED / "eagle3"
 BUNDLED_DRAFT_MODEL = BUNDLED / "draft_model"
-#: Drafters by name, for ``--drafter`` and ``EagleFSD.from_pretrained``.
-BUNDLED_DRAFTERS = {
-    "bundled": BUNDLED_HEAD,
-    "bundled-eagle3": BUNDLED_EAGLE3,
-    "bundled-draft-model": BUNDLED_DRAFT_MODEL,
-}
 #: Heads of SmolLM2-135M-Instruct by name, see ``recipes/smollm2.py``.
 SMOLLM2_HEADS = {
     "smollm2-eagle2": BUNDLED / "smollm2_eagle2",
     "smollm2-eagle3": BUNDLED / "smollm2_eagle3",
 }
-BUNDLED_DRAFTERS |= {name: path for name, path in SMOLLM2_HEADS.items() if path.is_dir()}
+#: Drafters by name, for ``--drafter`` and ``EagleFSD.from_pretrained``.
+BUNDLED_DRAFTERS = {
+    "bundled": BUNDLED_HEAD,
+    "bundled-eagle3": BUNDLED_EAGLE3,
+    "bundled-draft-model": BUNDLED_DRAFT_MODEL,
+    **SMOLLM2_HEADS,
+}

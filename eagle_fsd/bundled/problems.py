@@ -63,7 +63,7 @@ PEOPLE = _people(
     "he",
 )
 
-#: Kinds of objects: their plural, their container, and how they are obtained.
+#: Kinds of objects: their plural, their container and its plural, and what people do with them.
 THINGS: list[_Fields] = [
     dict(zip(("things", "box", "boxes", "buys"), row.split(", "), strict=True))
     for row in """pencils, box, boxes, buys

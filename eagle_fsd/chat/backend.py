@@ -69,8 +69,7 @@ class FairThread:
 class LocalBackend:
     """A pair in this process, under one or several names.
 
-    One thread tokenizes prompts, because a long one takes seconds, in which answers must continue
-    to stream; another compiles grammars, some of which take as long, so that prompts do not wait.
+    One thread tokenizes prompts and another compiles grammars, while answers continue to stream.
     """
 
     def __init__(

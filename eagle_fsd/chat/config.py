@@ -80,7 +80,7 @@ class Limits(Options):
         default=64,
         ge=1,
         le=100_000,
-        description="Maximum number of waiting requests; beyond it, one fails with status 429.",
+        description="Maximum number of waiting requests; beyond it, one is refused.",
     )
     max_new_tokens: int = Field(
         default=4096, ge=1, le=1_048_576, description="Maximum number of tokens in an answer."

@@ -53,7 +53,7 @@ class ClosedError(QueueFullError):
 
 
 class DecodingError(UnansweredError):
-    """Decoding failed."""
+    """Decoding, or preparing a request for it, failed."""
 
 
 class AbortedError(DecodingError):
@@ -166,7 +166,7 @@ class DecodeQueue:
         self._started: dict[str, float] = {}  # when waiting clients' last requests started
         self._closed = self._draining = False
         self._working_since: float | None = None  # when the current step or call began
-        self._failures = 0  # steps in a row that failed
+        self._failures = 0  # in a row, since the last step that succeeded
         # Only the decoding thread uses these. The batch keeps the caches of answers that ended: the
         # next turn of a chat only adds its own tokens.
         self._batch = model.batch(self.max_batch)

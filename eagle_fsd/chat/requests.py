@@ -77,7 +77,7 @@ class RequestParams(RequestOptions):
     )
     echo: bool = Field(default=False, description="Begin the answer with the raw prompt.")
     json_schema: dict[str, Any] | None = Field(
-        default=None, description="JSON schema that the answer satisfies."
+        default=None, description="JSON schema of the answer."
     )
     tools: list[dict[str, Any]] = Field(
         default=[], description="Functions that the chat template shows, as in OpenAI's API."
@@ -373,5 +373,5 @@ def _encode_raw(params: RequestParams, model: EagleFSD) -> tuple[list[int], list
     if prompt is None:
         detokenizer = IncrementalDetokenizer(model.tokenizer)
         return ids, [detokenizer.step(token) for token in ids]
-    ends = [0, *accumulate((end for _, end in offsets), max)]
+    ends = [0, *accumulate((end for _, end in offsets[:-1]), max), len(prompt)]
     return ids, [prompt[start:end] for start, end in pairwise(ends)]

@@ -273,8 +273,8 @@ def score_prompt(
     """Compute the target's log-probabilities of a prompt's tokens, given the tokens before them.
 
     ``ids`` are ``[1, S]``, and ``count`` is the number of alternatives. Fewer tokens are scored if
-    ``cancelled`` returns true between two passes. Raises FloatingPointError if the target's logits
-    are NaN or infinite at a prompt's token.
+    ``cancelled`` returns true between two passes. Raises FloatingPointError if a log-probability of
+    a prompt's token is NaN or infinite.
     """
     ids, end = ids.to(model.target.device), ids.shape[1] - 1
     cache = DynamicCache(config=model.model.config)

@@ -65,7 +65,7 @@ COMMANDS = (
     }
 )
 HELP = """\
-!!exit, Ctrl-D or an empty line   end the chat
+!!exit, an empty message, Ctrl-D  end the chat
 !!reset                           start a new chat
 !!remove                          remove the last question and answer
 !!regen                           generate the last answer again
@@ -139,7 +139,7 @@ class TerminalSession(ABC):
         return f"{command.removeprefix('!!')} is {getattr(config, name)}"
 
     def note(self, text: str | Text) -> None:
-        """Print a line that is not part of the chat."""
+        """Print text that is not part of the chat."""
         text = text if isinstance(text, Text) else Text(escape_control_chars(text))
         self.notes.print(text, style="dim", soft_wrap=True)
 
@@ -413,7 +413,7 @@ def run_chat(
         sys.stdin.reconfigure(errors="replace")
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
-            # Enables line editing, and lines longer than a terminal's limit of 4095 characters.
+            # Enables line editing, and lines longer than the terminal's own limit.
             import readline
 
             readline.parse_and_bind("set enable-bracketed-paste on")  # a paste is one message

@@ -2,8 +2,8 @@
 
 FastChat's API server formats a chat in a process without a tokenizer, with a FastChat template that
 the worker sends to it. Here that template only separates messages by control characters. The worker
-decodes the prompt into messages and applies the target's own chat template. A prompt that does not
-begin with such a character is a raw prompt.
+decodes the prompt into messages and applies the pair's chat template. A prompt that does not begin
+with such a character is a raw prompt.
 """
 
 from __future__ import annotations

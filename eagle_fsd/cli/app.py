@@ -75,5 +75,5 @@ def main() -> None:
             raise
         # Torch's own message is about its allocator.
         details = f" ({one_line(error)})" if isinstance(error, MemoryError) and str(error) else ""
-        advice = "reduce the batch or --max-new-tokens, or use a smaller model or dtype"
+        advice = "reduce the batch or the number of tokens, or use a smaller model or dtype"
         fail(f"out of memory{details}; {advice}", 1)

@@ -34,7 +34,11 @@ def chat(
         bool, Parameter(help="Include earlier turns in the prompt.", negative_bool="no-")
     ] = True,
     multiline: Annotated[
-        bool, Parameter(help="Read messages of several lines; see FastChat's help.")
+        bool,
+        Parameter(
+            help="Read messages of several lines: Ctrl-D ends one; in rich style, Enter does, and"
+            " Esc+Enter ends a line."
+        ),
     ] = False,
     mouse: Annotated[
         bool, Parameter(help="Use the mouse to move the cursor (rich style).")
@@ -59,11 +63,11 @@ def chat(
 
     Commands: !!help, !!exit, !!reset, !!remove, !!regen, !!save FILE, !!load FILE; and
     !!temperature 0.7, or any other option of answers and, without --base-url, of the tree and
-    acceptance. Ctrl-C stops an answer; Ctrl-D or an empty line ends the chat.
+    acceptance. Ctrl-C stops an answer; an empty message, or Ctrl-D instead, ends the chat.
     """
     from eagle_fsd.chat.terminal import ChatSession, ServerSession, TerminalSession, run_chat
 
-    check_single_process("chat")
+    check_single_process("chat", loads_target=base_url is None)
     session: TerminalSession
     if base_url is not None:
         given = (pair.model_fields_set, tree.model_fields_set, acceptance.model_fields_set)

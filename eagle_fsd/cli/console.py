@@ -31,7 +31,7 @@ def fail(message: str | BaseException, status: int) -> NoReturn:
 
 
 def print_text(text: str, style: str = "") -> None:
-    """Print a text as it is, without a line end; a terminal gets no control characters."""
+    """Print a text without a line end, escaped for a terminal."""
     from rich.segment import Segment, Segments  # rich's Text replaces tabs by spaces
 
     text = escape_control_chars(text) if out.is_terminal else text
@@ -76,10 +76,11 @@ def print_report(report: dict[str, Any], where: Path | None, as_json: bool) -> N
 
 
 class ProgressBar:
-    """A progress bar on a terminal; elsewhere a line for every tenth of the work.
+    """A progress bar on a terminal, and lines of text elsewhere.
 
-    If a tenth takes longer, there is a line at the first progress after :data:`LINE_INTERVAL`
-    seconds. An ``immediate`` bar appears on entering the context, others at the first progress.
+    A line is printed when the work reaches another tenth, and at the first progress after
+    :data:`LINE_INTERVAL` seconds without one. An ``immediate`` bar appears on entering the context,
+    others at the first progress.
     """
 
     def __init__(self, label: str, immediate: bool = True) -> None:
@@ -140,8 +141,7 @@ class ProgressBar:
 def progress(label: str) -> AbstractContextManager[Progress]:
     """Return the progress bar of one stage of an evaluation or a training.
 
-    Bars of stages that may have nothing to do appear at the first progress. Reading a file is too
-    fast to be worth lines in a log.
+    Bars of stages that may have nothing to do appear at the first progress.
     """
     if label == "reading" and not err.is_terminal:
         return no_progress(label)

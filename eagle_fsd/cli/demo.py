@@ -27,7 +27,7 @@ def demo(
     pair: PairArguments = Pair(),
     tree: TreeOptions = TreeConfig(),
     acceptance: AcceptanceOptions = AcceptanceConfig(),
-    # The page has a slider for the length of answers instead of an option.
+    # Limits have the option --max-new-tokens.
     answers: Annotated[
         AnswerOptions, options("Answers", exclude=("max_new_tokens",))
     ] = AnswerOptions(),
@@ -36,7 +36,7 @@ def demo(
     """Chat with a pair on a web page: eagle-fsd serve --web, with options for the page.
 
     Tokens are colored by origin, and controls set the threshold, the divergence and the min ratio.
-    Compare decodes the same prompt losslessly and with FSD, side by side.
+    Compare decodes the same prompt losslessly and with these settings, side by side.
     """
     check_single_process("demo")
     run_api(

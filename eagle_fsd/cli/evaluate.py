@@ -72,9 +72,9 @@ def evaluate(
     if servers.servers:
         from eagle_fsd.evaluation.servers import evaluate_servers
 
-        check_single_process("evaluate --server")
+        check_single_process("evaluate --server", loads_target=False)
         if settings.model_fields_set or methods != DEFAULT_METHODS:
-            raise OptionsError("--server compares servers: set their options where they start")
+            raise OptionsError("--server takes no --method, --settings, tree or acceptance options")
         evaluate_servers(request, servers, config, progress=progress, on_report=show)
         return
     from eagle_fsd.evaluation import evaluate as run

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 #: Minimum number of steps of an answer that shows whether drafting pays.
 MIN_STEPS = 16
-#: Tokens that are decoded to see why FSD accepts nothing.
+#: Tokens that are decoded to see whether the divergences are above the threshold.
 PROBED_TOKENS = 64
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt's tokens, ``[1, S]``, and what ends its answer in addition to the target's tokens.
+    """A prompt's tokens, ``[1, S]``, and what ends its answer.
 
     ``ends`` are arguments of ``generate``; the text ends before one of the strings ``stop``.
     """
@@ -229,10 +229,7 @@ def _print_closed_gate(model: EagleFSD, ids: Tensor, config: GenerateConfig) -> 
     found = gate_divergences(model, [ids[0]], count, acceptance.divergence)
     message = describe_closed_gate(found, acceptance.threshold)
     if message is not None:
-        better = (
-            "Use another drafter" if model.drafter.network is None else "Train the drafter further"
-        )
-        err.print(f"{message}. {better}, or raise the threshold.")
+        err.print(f"{message}. Use or train a better drafter, or raise the threshold.")
 
 
 def _print_best(

@@ -43,14 +43,14 @@ class Pair(PairOptions, SettingsFile):
 #: Flag to print JSON instead of text.
 Json = Annotated[bool, Parameter(name="--json", help="Print JSON.")]
 Install = Annotated[
-    bool, Parameter(help="Write fsd.json beside the drafter, where every command reads it.")
+    bool, Parameter(help="Also write fsd.json beside the drafter, where other commands find it.")
 ]
 ShowOrigins = Annotated[bool, Parameter(help="Color exact, fuzzy and target tokens differently.")]
 PairArguments = Annotated[Pair, options("Model")]
 SettingsOptions = Annotated[SettingsFile, options("Model")]
 TreeOptions = Annotated[
     TreeConfig,
-    options("Draft tree", f"{_FROM_FILES} what suits device and pair.", show_default=False),
+    options("Draft tree", f"{_FROM_FILES} what suits the device.", show_default=False),
 ]
 AcceptanceOptions = Annotated[
     AcceptanceConfig, options("Acceptance", f"{_FROM_FILES} lossless.", show_default=False)
@@ -82,7 +82,7 @@ def given_settings(file: Path | None, tree: TreeConfig, acceptance: AcceptanceCo
     return Settings.from_dict(
         {
             **found.model_dump(exclude_unset=True, exclude=excluded),
-            **found.acceptance,  # also a rule that dumps omit
+            **found.acceptance,  # also options that dumps omit
             **shape,
             **one_rule(acceptance.given()),
         }

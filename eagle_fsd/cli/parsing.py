@@ -65,8 +65,7 @@ class Command(App):
     ) -> ArgumentCollection:
         """Apply :data:`SPELLINGS` and :data:`NEGATIVES`, and add the bounds to the descriptions.
 
-        Docstrings are not parsed, because fields and parameters have descriptions and parsing is
-        slow.
+        Docstrings are not parsed: fields and parameters have descriptions.
         """
         arguments = super().assemble_argument_collection(default_parameter=default_parameter)
         for model, field, argument in _fields(arguments):
@@ -163,7 +162,7 @@ def _with_bounds(text: str, model: type[Options], field: str) -> str:
 
 
 def _format_default(value: Any) -> str | None:
-    """Format a default as users would type it; None if there is no default to show."""
+    """Format a default for the help; None if there is no default to show."""
     if value is None or value is False or value in ((), ""):
         return None
     return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
@@ -176,5 +175,5 @@ def _validation_message(error: PydanticError, parent: Argument | None) -> str:
     name = str(problem["loc"][0]) if problem["loc"] else ""
     if parent is not None and name and message.startswith(name):
         option = next(item.name for item in parent.children if item.keys[-1] == name)
-        message = option + message.removeprefix(name)
+        message = re.sub(rf"^{name}(\.\d+)?", option, message)
     return one_line(message.replace(f"got {problem['input']!r}", f"got {problem['input']}"))

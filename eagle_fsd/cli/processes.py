@@ -21,14 +21,12 @@ from eagle_fsd.utils.options import OptionsError
 T = TypeVar("T")
 
 
-def check_single_process(command: str) -> None:
+def check_single_process(command: str, loads_target: bool = True) -> None:
     """Reject a command that several processes run."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1:
-        raise OptionsError(
-            f"{command} requires a single process; got {processes}. --device auto spreads a"
-            " target over several GPUs"
-        )
+        advice = ". --device auto spreads a target over several GPUs" if loads_target else ""
+        raise OptionsError(f"{command} requires a single process; got {processes}{advice}")
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def _check_url(url: str, info: ValidationInfo) -> str:
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         # A worker's address gets a key as password, and routes are appended.
         valid = valid and "@" not in parts.netloc and not re.search(r"[?#\s]", url)
-    except ValueError:  # the port is not a number in range
+    except ValueError:  # such as a port out of range
         valid = False
     if not valid:
         raise ValueError(
@@ -70,7 +70,7 @@ def _check_url(url: str, info: ValidationInfo) -> str:
 
 
 def _check_origin(url: str) -> str:
-    """Validate the URL of a site; return it as browsers send it."""
+    """Validate the URL of a site, and normalize its case and port as browsers do."""
     origin = url.rstrip("/").lower()
     if not re.fullmatch(r"https?://[^/?#@*\s]+", origin):
         raise ValueError(f"--allowed-origins must be URLs such as https://chat.example; got {url}")
@@ -78,7 +78,7 @@ def _check_origin(url: str) -> str:
 
 
 def _check_host(name: str) -> str:
-    """Validate a name or an address; return it as browsers send it."""
+    """Validate a name or an address; return it without a final dot or brackets."""
     if re.fullmatch(r"[\w.-]+", name):
         return name.rstrip(".")
     try:

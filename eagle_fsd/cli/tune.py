@@ -46,8 +46,9 @@ def tune(
 ) -> None:
     """Find the fastest draft trees for this pair on this machine; write them to fsd.json.
 
-    One tree is for lossless decoding, the other for the acceptance settings of the pair or of the
-    command line. Calibrate again afterwards: a bound on the loss holds for one tree only.
+    One tree is for lossless decoding; if the acceptance settings of the pair or of the command line
+    are not lossless, another is for these. Calibrate again afterwards: a bound on the loss holds
+    for one tree only.
     """
     from eagle_fsd.evaluation.tune import tune as run
 

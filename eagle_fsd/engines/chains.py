@@ -3,7 +3,7 @@
 An engine verifies a batch of requests, each with its own number of drafted tokens, and draws the
 target's samples itself. :func:`acceptance` finds the drafted tokens that a rule accepts whatever
 the engine draws; the engine's own lossless verification then decides about the others. This
-changes nothing at tokens that no rule accepts, so with ``T = 0`` the engine is unchanged.
+changes nothing at tokens that the rule does not accept, so with ``T = 0`` the engine is unchanged.
 
 Shape letters: ``B`` requests, ``K`` maximum number of drafted tokens per request, ``N = K + 1``
 nodes of a chain, ``T`` drafted tokens of all requests, ``V`` vocabulary.

@@ -28,8 +28,8 @@ from eagle_fsd.utils.options import OptionsError
 #: without it.
 CONFIG_KEY = "eagle_fsd"
 VARIABLE = "EAGLE_FSD_SETTINGS"
-#: Rules that choose other samples than the target's, or need to know which tokens are exact before
-#: the engine has drawn them.
+#: Rules that choose other samples than the target's, or depend on those of later tokens, and the
+#: rules of SGLang's own flags.
 UNSUPPORTED = ("mixture", "deferred", "single", "acc")
 
 

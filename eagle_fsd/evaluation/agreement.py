@@ -194,8 +194,8 @@ def compare_answers(
     The JSON values are ``method``; ``changed``, the number of changed answers; ``answers``, the
     first of them, with a list of pieces for each turn of both methods (``exact`` and ``other``);
     ``tokens``, the divergence and regret of the fuzzy tokens of the answers that were decoded
-    again. A piece holds its ``text``, and ``changed`` if the other answer lacks it; a fuzzy token
-    is a piece that also holds ``fuzzy`` and, if known, ``regret`` and ``divergence``.
+    again. A piece holds its ``text``, and ``changed`` if the other answer differs there; a fuzzy
+    token is a piece that also holds ``fuzzy`` and, if known, ``regret`` and ``divergence``.
     """
     exact = {record["question_id"]: record for record in records[reference]}
     by_id = {question.question_id: question for question in questions}

@@ -27,7 +27,7 @@ NO_TURN: dict[str, Any] = {
     "idxs": 0,  # target passes; None if the method does not report them
     "new_tokens": 0,
     "wall_time": 0.0,  # the turn's share of the seconds of its group
-    "latency": 0.0,  # seconds from the step in which it joined the batch
+    "latency": 0.0,  # seconds in the batch, or until a server's reply
     "accepted": [],  # tokens that each pass emitted
     "origins": [],  # Origin of each token
     "prompt_ids": [],

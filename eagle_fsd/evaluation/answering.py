@@ -35,13 +35,13 @@ from eagle_fsd.utils.detokenization import answer_text
 from eagle_fsd.utils.progress import Progress
 from eagle_fsd.utils.text import before_stop
 
-#: Maximum number of positions whose distributions are in memory at once.
+#: Maximum number of positions whose distributions are computed at once.
 LIKELIHOOD_CHUNK = 512
 #: Maximum number of answers per row of the batch that a method decodes before the next method, but
-#: at least those to one question: the batch is full except at the end of these answers.
+#: at least those to one question.
 ANSWERS_PER_ROW = 4
-#: Minimum number of groups of questions per method, if there are enough to fill a batch: intervals
-#: of speeds are over groups.
+#: Minimum number of groups of questions per method, if each can fill a batch: intervals of speeds
+#: are over groups.
 MIN_GROUPS = 4
 
 M = TypeVar("M")
@@ -202,7 +202,7 @@ class PairAnswerer(Answerer[Method]):
         self.memory = PeakMemory(self.model.target.device)
         self.ends = answer_ends(self.model, self.chat_template)
         self._pairs: dict[str, EagleFSD] = {}
-        # Methods often give equal answers, whose log-probabilities are computed once.
+        # Methods often give equal answers, so their log-probabilities are cached.
         kept = max(1, len(self.methods)) * ANSWERS_PER_ROW * self.config.batch
         self._log_probs = lru_cache(kept)(self._compute_log_probs)
 
@@ -296,11 +296,7 @@ class PairAnswerer(Answerer[Method]):
         return self._pairs[method.name]
 
     def likelihood(self, turn: Turn) -> tuple[float | None, list[float | None]]:
-        """See :meth:`Answerer.likelihood`; calibration leaves them out unless it bounds regrets.
-
-        They need another pass over every answer, which takes about as long as decoding it in a
-        large batch.
-        """
+        """See :meth:`Answerer.likelihood`; calibration leaves them out unless it bounds regrets."""
         fuzzy = [at for at, origin in enumerate(turn["origins"]) if origin == Origin.FUZZY]
         left_out = isinstance(self.config, CalibrationConfig) and self.config.measure != "regret"
         if not turn["token_ids"] or left_out:

@@ -3,10 +3,10 @@
 Every setting is compared with exact decoding, at its fastest tree, on the same questions. A setting
 combines an acceptance setting (of FSD's grid, priced paths or rules from the literature) with a
 tree, by prediction (see :mod:`eagle_fsd.evaluation.search`) its fastest chain or its fastest bushy
-tree. Both are tried, because a bushy tree loses less accuracy at the same threshold.
+tree. Both are tried, because they can lose different amounts of accuracy at the same threshold.
 
-A fifth of the questions of every category, or those of another set, :func:`select` the settings to
-test (``selection.py``). They are answered in :data:`ROUNDS`. After each round, the settings with
+A fifth of the questions, over all categories, or those of another set, :func:`select` the settings
+to test (``selection.py``). They are answered in :data:`ROUNDS`. After each round, the settings with
 the largest expected gain remain: the gain in speed times the probability that the setting will be
 certified, given its answers so far. The speeds of the last ones are measured, and up to
 :data:`~eagle_fsd.evaluation.certificate.MAX_TESTS` of them are chosen.
@@ -99,7 +99,7 @@ log = logging.getLogger(__name__)
 DEFAULT_COUNT = 2000
 #: Questions of each round of the selection (None: all of them), and the settings that remain.
 ROUNDS: tuple[tuple[int | None, int], ...] = ((16, 6), (64, 4), (None, 4))
-#: Groups of prompts on which speeds are measured.
+#: Maximum number of groups of prompts on which speeds are measured.
 RACE_GROUPS = 24
 #: Files with the ids of the questions of both stages, the names of the settings to choose from, and
 #: how answers are decoded; and with the bounds, the tree of exact decoding and the settings to
@@ -107,8 +107,8 @@ RACE_GROUPS = 24
 QUESTIONS_FILE, TESTS_FILE = "questions.json", "tests.json"
 #: Advice where a calibration cannot be resumed.
 OTHER_QUESTIONS = (
-    "choose another output folder, and with --skip or --seed other questions: those that have"
-    " tested a setting must not test another"
+    "choose another output folder, and other questions with --skip (bundled ones also with --seed):"
+    " those that have tested a setting must not test another"
 )
 
 
@@ -259,7 +259,7 @@ def read_stages(
 ) -> tuple[tuple[EvaluationRequest, CalibrationConfig], list[Question], list[Question]]:
     """Return the options and the questions of the selection, and the questions that certify.
 
-    Raises ValueError, before hours of decoding, if answers to some of them have no score.
+    Raises ValueError if accuracy is measured on questions whose answers have no score.
     """
     at_once, selecting = config.updated(batch=config.answer_batch), (request, config)
     questions = list(map(count_unscored_as_wrong, checked_questions(request, at_once, progress)))

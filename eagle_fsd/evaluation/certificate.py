@@ -20,9 +20,8 @@ SELECTION_SHARE = 0.2
 MAX_TESTS = 3
 #: Error for questions without reference answers.
 NO_SCORE = (
-    "some questions have no score, so a loss cannot be bounded: add reference answers, pass"
-    " --grader, or calibrate with --measure agreement; without references, eagle-fsd evaluate"
-    " compares answers token by token and, with --judge-mode pair, by a judge"
+    "some questions have no score, so a loss of accuracy cannot be bounded: add reference answers,"
+    " pass --grader, or calibrate with --measure agreement"
 )
 
 

@@ -18,7 +18,7 @@ from eagle_fsd.model.config import (
     SamplingConfig,
     find_divergence,
 )
-from eagle_fsd.utils.options import ExistingFile, Options
+from eagle_fsd.utils.options import ExistingFile, Options, OptionsError
 
 MethodName = Literal["plain", "exact", "fsd", "hf", "rules"]
 METHOD_NAMES: tuple[str, ...] = get_args(MethodName)
@@ -65,7 +65,7 @@ class EvaluationRequest(PairOptions):
     )
     out: Path | None = Field(
         None,
-        description="Folder for answers and report, from which an interrupted run resumes; default:"
+        description="Folder for the results, from which an interrupted run resumes; default:"
         " runs/COMMAND/QUESTIONS (with servers: runs/servers/QUESTIONS); bench keeps nothing.",
     )
     baseline: Literal["hf"] | None = Field(
@@ -124,24 +124,22 @@ class EvaluationConfig(SamplingConfig):
         1, ge=1, le=1024, description="Answers decoded at once; speeds are for this batch size."
     )
     samples: int = Field(
-        1, ge=1, le=1000, description="Answers to each question; requires a temperature above 0."
+        1, ge=1, le=1000, description="Answers per question and seed; several require sampling."
     )
     seeds: int = Field(
         1,
         ge=1,
         le=100,
-        description="Repeat all answers with this many seeds: seed, seed + 1, and so on; requires a"
-        " temperature above 0.",
+        description="Repeat all answers with this many seeds: seed, seed + 1, and so on; several"
+        " require a temperature above 0.",
     )
 
     @model_validator(mode="after")
     def _check_samples(self) -> EvaluationConfig:
         for name in ("samples", "seeds"):
-            if getattr(self, name) > 1 and not self.temperature:
-                raise ValueError(
-                    f"--{name} {getattr(self, name)} requires a --temperature above 0: greedy"
-                    " answers are all the same"
-                )
+            count = getattr(self, name)
+            if count > 1 and not self.temperature:
+                raise ValueError(f"--{name} {count} requires a --temperature above 0")
         return self
 
     @property
@@ -234,7 +232,7 @@ MinRatios = Annotated[
 
 
 class GridConfig(Options):
-    """Acceptance settings to compare: every threshold with every divergence and every floor.
+    """Acceptance settings to compare: every threshold above 0, with every divergence and floor.
 
     The default thresholds, which are a sweep's, span orders of magnitude, as divergences do: small
     thresholds matter for pairs that agree well.
@@ -252,8 +250,13 @@ class GridConfig(Options):
         cls, values: tuple[float | str, ...], info: ValidationInfo
     ) -> tuple[float | str, ...]:
         """Apply the bounds of :class:`AcceptanceConfig` and drop duplicates."""
+        name = str(info.field_name)
+        option = name.removesuffix("s")
         for value in values:
-            AcceptanceConfig.from_dict({str(info.field_name).removesuffix("s"): value})
+            try:
+                AcceptanceConfig.from_dict({option: value})
+            except OptionsError as error:  # which names the single option
+                raise ValueError(str(error).replace(option, name, 1)) from error
         return tuple(dict.fromkeys(values))
 
 
@@ -266,7 +269,7 @@ class CalibrationGrid(GridConfig):
     @model_validator(mode="after")
     def _check_thresholds(self) -> CalibrationGrid:
         if not any(self.thresholds):
-            raise ValueError("calibration requires a threshold above 0")
+            raise ValueError("--thresholds must include a value above 0")
         return self
 
 

@@ -12,7 +12,7 @@ from eagle_fsd.evaluation.tables import Row
 
 #: One-sided confidence of each limit of a 95% interval.
 ONE_SIDED = 0.975
-#: How far intervals extend the range of a plot, as a fraction of the range of the points.
+#: Maximum extension of a plot's range of speeds by intervals, as a fraction of the points' range.
 MAX_EXTENSION = 0.3
 #: Range below the best quality within which a plot shows every method: nats per token without
 #: accuracies, percentage points with them.
@@ -38,7 +38,7 @@ def is_faster(row: Row) -> bool:
 
 @dataclass(frozen=True)
 class Point:
-    """Speed in tokens per second, and quality of a method with a row of a report.
+    """A method with its row of a report, its speed in tokens per second, and its quality.
 
     Quality is accuracy in percent, or log-probability under the target in nats per token. The
     intervals (95%) compare with the reference, such as exact decoding, on the same questions.

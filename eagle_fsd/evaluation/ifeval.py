@@ -48,8 +48,9 @@ def load_checkers() -> Any:
         ) from error
     except LookupError as error:
         raise OptionsError(
-            "IFEval is scored with NLTK's sentence tokenizer punkt_tab, which is not installed:"
-            " pip install --no-deps llama-index-core, which contains it, or nltk.download"
+            "IFEval is scored with NLTK's sentence tokenizer punkt_tab, which is not installed: run"
+            " python -m nltk.downloader punkt_tab, or pip install --no-deps llama-index-core, which"
+            " contains it"
         ) from error
 
 

@@ -37,9 +37,9 @@ def report_text(report: dict[str, Any]) -> str:
 
 
 def _changed_answers(comparison: dict[str, Any] | None, server: str | None) -> list[str]:
-    """Format the first changed answers, each as a table with the reference's at the left.
+    """Format the first changed answers: per turn, a table with the reference's at the left.
 
-    This is exact decoding unless it is a ``server``.
+    The reference is exact decoding unless it is a ``server``.
     """
     if not comparison or not comparison["answers"]:
         return []

@@ -17,7 +17,7 @@ _MAX_EXCESS = 64 * 2**20
 class PeakMemory:
     """Peak memory since :meth:`start`: allocated on a CUDA device, else resident in this process.
 
-    Resident memory is measured on Linux only, because other systems cannot reset the peak.
+    Resident memory is measured on Linux only.
     """
 
     def __init__(self, device: torch.device) -> None:

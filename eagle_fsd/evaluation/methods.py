@@ -227,7 +227,7 @@ def rule_methods() -> list[Method]:
 
 def rule_method(name: str) -> Method:
     """Return a method for one of :data:`RULES`."""
-    # The cost of a mixture has no limit.
+    # max_fuzzy_nats cannot limit mixtures.
     limits = {"max_fuzzy_nats": None} if name.startswith("mixture") else {}
     return Method(name, {**RULE_ACCEPTANCE, **limits, "rule": name})
 

@@ -12,7 +12,7 @@ from eagle_fsd.evaluation.methods import Method
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.request import Answer, Request
 
-#: Tokens that prompt lookup drafts after a match.
+#: Maximum number of tokens that prompt lookup drafts after a match.
 LOOKUP_TOKENS = 3
 
 

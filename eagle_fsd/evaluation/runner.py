@@ -160,7 +160,7 @@ class Evaluation(ABC):
 
     @abstractmethod
     def answerer(self, **shared: Any) -> Answerer[Any]:
-        """Create the answerer; ``shared`` are the arguments that do not depend on the methods."""
+        """Create the answerer; ``shared`` are the arguments that all answerers take."""
 
     def open(self) -> None:
         """Read the answers of an earlier run."""

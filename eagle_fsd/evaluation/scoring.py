@@ -1,6 +1,5 @@
 """Score answers by their number, letter or text, by IFEval's programs, or by running their code.
 
-If an answer states several results, the last one counts, because models correct themselves.
 Reasoning that ends with ``</think>`` is ignored. The filters of lm-evaluation-harness and users'
 functions have rules of their own.
 """
@@ -85,7 +84,7 @@ _NUMBER_PATTERN = (
     rf"(?:(?<!\^)(?<!\^\{{)(?<!\d)(?<!\d\.){_DIGITS}|(?<![\w.])\.\d+))"
 )
 _NUMBER = re.compile(_NUMBER_PATTERN)
-_FLOAT = re.compile(r"[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d{1,3})?")  # as JSON writes it
+_FLOAT = re.compile(r"[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d{1,3})?")  # such as 1e-05
 #: Where answers state their number: after "####", in a box, and after "the answer is".
 _STATED_NUMBERS = [
     re.compile(rf"####[ \t:=(\\]*\n?[ \t(\\]*(?:boxed\s*\{{\s*)?{_NUMBER_PATTERN}"),
@@ -212,7 +211,7 @@ _NAMED_LETTER = re.compile(
     r"(?i:[\s:]*\b(?:most|probably|likely|the|choice|option|letter|answer)\b)*:?"
     rf"{_OPENING}{_CHOICE}"
 )
-_SINGLE_LETTER = re.compile(rf"^[^\w\n]*(?P<letter>[{LETTERS}])[^\w\n]*$", re.M | re.I)
+_SINGLE_LETTER = re.compile(rf"^[^\w\n]*(?P<letter>[{LETTERS}]){_ALONE}[^\w\n]*$", re.M | re.I)
 # An uppercase "A" that is followed by a word is an article.
 _LONE_LETTER = re.compile(
     rf"(?<![\w'+.-])(?<!\bnot )(A(?!\s+(?!(?:and|or|is)\b)[\w\"'])|[{LETTERS[1:]}]"
@@ -230,9 +229,7 @@ def final_letter(text: str) -> str | None:
     3. a letter that is a whole line;
     4. the only letter that stands alone, in uppercase or in parentheses.
 
-    Articles do not match: "the answer is a model" chooses nothing. OpenAI's simple-evals reads only
-    "Answer: B"; the filters of lm-evaluation-harness read "answer is (B)", otherwise any letter in
-    parentheses.
+    Articles do not match: "the answer is a model" chooses nothing.
     """
     text = _plain_text(text)
     for pattern in (_BOXED_LETTER, _NAMED_LETTER, _SINGLE_LETTER):

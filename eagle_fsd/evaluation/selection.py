@@ -63,18 +63,19 @@ def candidate_methods(
     settings: Settings | None = None,
     drafter: str | None = None,
 ) -> list[Method]:
-    """Return the acceptance settings to choose from, without trees, as far as an engine has them.
+    """Return the acceptance settings to choose from, without trees.
 
     To the grid, priced paths without a gate are added, and :data:`CALIBRATED_RULES` with ``rules``.
-    All share the options in ``settings`` that they do not set. Raises OptionsError if the engine
-    does not apply its rule at this temperature, or does not support one of the shared options.
+    All share the options in ``settings`` that they do not set. An engine has those that it
+    supports, or its own. Raises OptionsError if the engine does not apply its rule at this
+    temperature, or does not support one of the shared options.
     """
     # The highest floor first, see :func:`plan_settings`.
     methods = [method for group in reversed(fsd_series(grid).values()) for method in group]
     shared = given_acceptance(settings)
     methods += PRICED
     for name in CALIBRATED_RULES if rules else ():
-        if name != "mixture" or shared.max_fuzzy_nats is None:  # its cost has no limit
+        if name != "mixture" or shared.max_fuzzy_nats is None:  # which cannot limit it
             methods.append(rule_method(name))
     if engine is None:
         return methods
@@ -110,8 +111,8 @@ def plan_settings(plan: TreePlan, methods: Sequence[Method]) -> list[Setting]:
     """Combine each method with its fastest chain and with its fastest bushy tree.
 
     The settings are those that are predicted to be faster than exact decoding, fastest first. Of
-    methods that accepted the same numbers of tokens, such as FSD with a small threshold under
-    several floors, only the first is tried.
+    methods with the same predicted speed and tau on a tree, such as FSD with a small threshold
+    under several floors, only the first is tried.
     """
     found: dict[Candidate, Setting] = {}
     exact = plan.speed(EXACT.name)
@@ -146,9 +147,8 @@ def drop_settings(
 ) -> list[Setting]:
     """Keep up to ``kept`` settings, those with the largest expected gain, in their order.
 
-    Only the most promising tree of an acceptance setting remains. Of several settings that decoded
-    the same, only one remains, because their tests would have the same outcome. ``fresh`` is the
-    number of questions that will certify a setting.
+    Only the most promising tree of an acceptance setting remains, and only one of several settings
+    with equal trees and results. ``fresh`` is the number of questions that will certify a setting.
     """
     chances = {item.name: chance(rows[item.name], bounds, fresh) for item in plan}
     gains = {item.name: chances[item.name] * (item.speed - 1) for item in plan}

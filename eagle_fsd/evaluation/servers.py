@@ -218,7 +218,7 @@ def evaluate_servers(
     config, folder = config or EvaluationConfig(), request.output_folder("servers")
     changed = request.model_dump(exclude_defaults=True)
     if given := changed.keys() & {*PairOptions.model_fields, "baseline", "assistant"}:
-        option = min(given).replace("_", "-")
+        option = min(given).replace("chat_template", "conv-template").replace("_", "-")
         raise OptionsError(f"--server compares servers, which --{option} does not affect")
     questions = checked_questions(request, config, progress)
     if options.certify is not None:

@@ -81,7 +81,7 @@ NUISANCE_ERROR = 0.01
 #: Rounding error up to which two values of the score statistic count as equal.
 STATISTIC_TOLERANCE = 1e-9
 #: Absolute error of :func:`loss_bound`, which is rounded up.
-BOUND_TOLERANCE = 1e-6
+BOUND_TOLERANCE = 1e-9
 
 
 @lru_cache(maxsize=4096)
@@ -181,7 +181,7 @@ class _LossTest:
         It decreases with the loss.
         """
         count = len(self.largest) - 1
-        # On the scale of the arcsine, the standard deviation of a proportion is constant.
+        # On the scale of the arcsine, the standard deviation of a proportion is about constant.
         least = max(0.0, -loss)
         most = max(least, min((1 - loss) / 2, self.max_gain))
         low, high = np.arcsin(np.sqrt([least, most]))

@@ -45,8 +45,8 @@ from eagle_fsd.model.probe import DivergenceProbe
 from eagle_fsd.utils.options import OptionsError
 from eagle_fsd.utils.progress import ProgressFactory, no_progress
 
-#: Groups of prompts that the trees of exact decoding are raced on, and that speeds are measured on
-#: where answers are decoded in other batches.
+#: Maximum number of groups of prompts on which the trees of exact decoding are raced, and on which
+#: speeds are measured where answers are decoded in other batches.
 RACE_GROUPS = 32
 #: A setting is not measured if its predicted speed, relative to exact decoding, is below this.
 MIN_SPEED = 0.9
@@ -67,8 +67,8 @@ def sweep(
 ) -> Report | None:
     """Evaluate every setting of a grid, and draw quality against speed.
 
-    Writes the figures of :mod:`~eagle_fsd.evaluation.plots` beside the report. A ring marks the
-    settings of the pair's ``fsd.json``, which those given here override.
+    Writes the figures of :mod:`~eagle_fsd.evaluation.plots` beside the report. If the settings of
+    the pair's ``fsd.json``, which those given here override, are measured, a ring marks them.
 
     Arguments, exceptions and report are as in :func:`~eagle_fsd.evaluation.runner.evaluate`; with
     ``rules``, the acceptance rules from the literature are evaluated, too. With ``answer_batch``,

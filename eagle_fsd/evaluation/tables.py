@@ -376,10 +376,9 @@ def footnote(report: dict[str, Any]) -> str:
             exact = row["settings"]["method"] == "exact"
             sentences.append(f"{method_text(row)}{' is exact decoding' if exact else ''}.")
     if len(report["sessions"]) > 1:
-        sentences.append(
-            f"The answers come from {len(report['sessions'])} sessions; x compares within a"
-            " session, tokens/s is over all of them."
-        )
+        sentences.append(f"The answers come from {len(report['sessions'])} sessions.")
+        if "answer_batch" not in about:  # speeds are those of the answers
+            sentences.append("x compares within a session, tokens/s is over all of them.")
     if any(row["memory"] for row in report["rows"]):
         on_gpu = report["device"].startswith("cuda")
         memory = "GPU memory allocated, with that kept for other methods" if on_gpu else "memory"
@@ -431,7 +430,7 @@ def _describe_sampling(about: dict[str, Any]) -> str:
 
 
 def _machine(report: dict[str, Any]) -> str:
-    """Return the name of the GPU or CPU that decoded."""
+    """Return the name of the GPU or CPU that decoded, or that requested answers of servers."""
     machine: dict[str, str] = report["environment"]["machine"]
     return machine.get("gpu", "") if report["device"].startswith("cuda") else machine["cpu"]
 

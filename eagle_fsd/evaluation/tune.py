@@ -28,9 +28,9 @@ from eagle_fsd.utils.provenance import describe_environment
 RESULT_FILE, LENGTHS_FILE = "tune.json", "lengths.jsonl"
 #: Default number of prompts.
 DEFAULT_COUNT = 32
-#: Numbers of prompts, decoded at once, for which lossless trees are chosen; the number of times
-#: that their costs are measured; and the predicted speed-up with which a tree replaces that of
-#: fewer prompts.
+#: Numbers of prompts, decoded at once, for which lossless trees are chosen; the maximum number of
+#: times that their costs are measured; and the predicted speed-up above which a tree replaces that
+#: of fewer prompts.
 BATCHES, BATCH_ROUNDS, MIN_BATCH_GAIN = (4, 16), 3, 1.02
 
 
@@ -244,7 +244,7 @@ def race_finalists(search: TreeSearch) -> None:
 def batch_trees(search: TreeSearch) -> dict[int, BatchTree]:
     """Predict the best lossless trees for several prompts at once, by measured costs.
 
-    Accepted lengths do not depend on the number of prompts.
+    Accepted lengths are taken to be independent of the number of prompts.
     """
     exact, found = search.races[0], {}
     tree = exact.tree

@@ -179,8 +179,8 @@ def _quality(report: dict[str, Any], row: Row, reference: str) -> str:
     found = against["agreement"]
     if report["about"]["temperature"] or not found["answers"]:
         return (
-            "nothing bounds its loss of quality, because there are no references and sampled"
-            " answers cannot be compared one by one; use a judge"
+            "nothing bounds its loss of quality: there are no references, and answers cannot be"
+            " compared one by one; use a judge"
         )
     regret, change = row["regret"], against.get("log_likelihood_change")
     price = f" (its fuzzy tokens give up {regret['mean']:.2f} nats on average)" if regret else ""

@@ -130,13 +130,11 @@ def read_prompts(
     rows = zip(input_ids.tolist(), attention_mask.tolist(), strict=True)
     prompts = [[token for token, kept in zip(*row, strict=True) if kept] for row in rows]
     if not prompts or not all(prompts):
-        raise ValueError(
-            "input_ids must hold at least one prompt, and every row at least one token"
-        )
+        raise ValueError("there must be at least one prompt, and every prompt must have a token")
     least, most = min(map(min, prompts)), max(map(max, prompts))
     if least < 0 or most >= target.vocab_size:
         raise ValueError(
-            f"input_ids must be in [0, {target.vocab_size - 1}], the target's vocabulary; got"
+            f"token ids must be in [0, {target.vocab_size - 1}], the target's vocabulary; got"
             f" {least} to {most}"
         )
     return prompts

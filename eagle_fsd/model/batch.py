@@ -30,8 +30,7 @@ log = logging.getLogger(__name__)
 
 #: Maximum number of engines without rows when a batch adds one; their caches hold tokens.
 MAX_IDLE_ENGINES = 2
-#: Engines of calls that have ended that a pool keeps, those used last: more than the trees that
-#: take turns in a search for the fastest one.
+#: Maximum number of engines of calls that have ended that a pool keeps, those used last.
 MAX_POOLED_ENGINES = 16
 
 
@@ -109,7 +108,7 @@ class EngineOptions:
         if not self.execution.capture:
             self.pool.clear()  # its graphs are of no use
         key = self._reuse_key(request)
-        kept = None if key is None else self.pool.take(key)
+        kept = self.pool.take(key)
         if kept is not None:
             return kept
         engine = Engine(
@@ -141,17 +140,17 @@ class Batch:
     """Requests that are decoded together; they join and leave between steps.
 
     An answer does not depend on the others in the batch, apart from the exceptions that
-    :meth:`EagleFSD.generate_many` names. Requests get rows in the order of their arrival, and every
-    step adds tokens to all answers whose prompts were processed before it.
+    :meth:`EagleFSD.generate_many` names. Requests get rows in order of arrival, and a step
+    adds tokens to all answers whose prompts were processed before it.
 
     A request waits until there is memory for it, see :mod:`~eagle_fsd.model.memory`. If memory runs
-    out nevertheless, the number of rows is halved, and all answers resume in smaller batches.
+    out nevertheless, the pool is cleared or the number of rows is halved, and all answers resume.
 
     Args:
-        options: What its engines consist of. Those in the pool are dropped if memory is short.
+        options: What its engines are built from. Those in the pool are dropped if memory is short.
         max_rows: Maximum number of requests that are decoded at once.
-        max_length: Maximum number of tokens that a row is expected to have. Memory for all rows is
-            allocated at once; default: as requests arrive, which copies what is cached.
+        max_length: Maximum number of tokens that a row is expected to have. Memory for all rows
+            that fit is allocated at once; default: as requests arrive, by copying what is cached.
 
     Attributes:
         max_rows: As above; reduced where memory has run out.
@@ -302,7 +301,7 @@ class Batch:
                 break  # it is replaced when its rows have ended
             if not self._make_room(engine, len(new.get(engine, ())) + 1, answer.request):
                 if self.rows:
-                    break  # there is enough memory when other answers have ended
+                    break  # memory becomes free when other answers end
                 if not freed:  # the caches hold the tokens of answers that have ended
                     self._free()
                     freed = True

@@ -134,7 +134,6 @@ class TreeCache(Cache):
             self._slots[device] = next(iter(self._slots.values())).to(device)
         slots, view = self._slots[device], self._view.shape[0]
         rows = slice(self._first, self._first + keys.shape[0])
-        # One index is written faster than a pair of them.
         planes[0].flatten(0, 1).index_copy_(0, slots, keys.flatten(0, 1))
         planes[1].flatten(0, 1).index_copy_(0, slots, values.flatten(0, 1))
         return planes[0][rows, :view].transpose(1, 2), planes[1][rows, :view].transpose(1, 2)
@@ -160,7 +159,7 @@ class TreeCache(Cache):
         """Copy slots ``[B, A]`` within each row, in every layer, reading all before writing any."""
         rows = torch.arange(source.shape[0], device=source.device)[:, None]
         for store in self._stores:
-            # Whole slots of a flat store: indexing by row and slot costs twice as much.
+            # Whole slots of a flat store, so that a single index selects them.
             flat = store.flatten(1, 2).flatten(2)
             first = rows * store.shape[2]
             read, written = ((first + index).flatten() for index in (source, target))

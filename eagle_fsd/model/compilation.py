@@ -42,7 +42,7 @@ CODE_GUARDS = (
 RECOMPILE_LIMIT = 128
 #: Raised beyond this limit; the name depends on the version of torch.
 LIMIT_HIT = tuple(item for name, item in vars(exc).items() if name.endswith("LimitHit"))
-#: Maximum number of kinds of steps that are compiled in the background, far below this limit.
+#: Maximum number of kinds of steps that are compiled in the background.
 MAX_KINDS = 16
 #: Types of devices on which steps are captured in graphs.
 GRAPH_DEVICES = ("cuda",)
@@ -56,9 +56,9 @@ RETRY_STEPS = 10_000
 #: for it at every operation.
 SWITCH_INTERVAL = 5e-5
 #: Seconds of eager decoding with one row after which passes are compiled in the background: about
-#: as long as compiling takes, so it at most doubles the time.
+#: as long as compiling takes.
 BACKGROUND_SECONDS = 60.0
-#: Minimum number of tokens in that time: on a slow machine, a single short answer does not justify
+#: Minimum number of tokens until then: on a slow machine, a single short answer does not justify
 #: compiling.
 BACKGROUND_TOKENS = 500
 
@@ -169,7 +169,7 @@ def missing_compiler() -> str | None:
 
 
 class BackgroundCompiler:
-    """Compiles the passes of a model in a thread, once decoding has taken as long as that takes."""
+    """Compiles a model's passes in a thread once decoding has taken about as long as that takes."""
 
     def __init__(self) -> None:
         self._decoded: dict[Hashable, tuple[int, float]] = {}  # tokens and seconds

@@ -29,8 +29,8 @@ from eagle_fsd.utils.options import Options, Self
 TENSOR_PARALLEL = "tp"
 #: File beside a drafter with the tree and acceptance options calibrated for the pair.
 SETTINGS_FILE = "fsd.json"
-#: Lower temperatures become 0. At this one, logits that differ by 1e-4 are 10 nats apart, and much
-#: lower ones would overflow when logits are divided by them.
+#: Lower temperatures become 0. At this one, logits that differ by 1e-4 are 10 nats apart; dividing
+#: them by much lower ones would overflow.
 MIN_TEMPERATURE = 1e-5
 
 #: Keys of :data:`eagle_fsd.model.divergence.DIVERGENCES`.
@@ -111,8 +111,7 @@ class TreeConfig(Options):
     def for_device(cls, device_type: str) -> TreeConfig:
         """Return the default tree for a target on a device of type ``device_type``.
 
-        A pass over 60 nodes costs about as much as a pass over one node on a GPU, but not on a CPU,
-        where a small tree wins.
+        It is small for a CPU, where the cost of a pass grows with the number of nodes.
         """
         return cls(total_tokens=16, depth=8, top_k=2) if device_type == "cpu" else cls()
 
@@ -149,9 +148,9 @@ class AcceptanceConfig(Options):
     )
     selection: Literal["longest", "priced", "target", "sample"] = Field(
         default="longest",
-        description="Path to keep: the longest, the one that gains most by --price, the one the"
-        " target prefers, or one sampled from the draft (the only one with a per-token law at"
-        " temperatures above 0).",
+        description="Path to keep: the longest, the one that gains most by price, the one the"
+        " target prefers, or one drawn from the draft where the divergence is below T. Above"
+        " temperature 0, only the last two have a per-token distribution in fuzzy decoding.",
     )
     divergence_on: Literal["raw", "warped"] = Field(
         default="raw",
@@ -311,8 +310,8 @@ class BeamSearchConfig(Options):
     )
     early_stopping: Literal[True, False, "never"] = Field(
         default=False,
-        description="True: end with num_beams finished hypotheses. False: end when, at its present"
-        " length, no beam scores above them. never: end when no beam can exceed them.",
+        description="True: end with num_beams finished hypotheses. False: end when no beam, at its"
+        " present length, scores above the worst of them. never: end when no beam can.",
     )
 
     @field_validator("num_return_sequences")
@@ -345,8 +344,8 @@ class TargetOptions(Options):
     )
     dtype: str | None = Field(
         default=None,
-        description="float32, bfloat16 or float16; default: float32 on a CPU, else the"
-        " checkpoint's.",
+        description="float32, bfloat16, float16 or auto (the checkpoint's); default: float32 on"
+        " a CPU, else auto.",
     )
     chat_template: str | None = Field(
         default=None,
@@ -396,7 +395,7 @@ class PairOptions(TargetOptions):
 class ModelIdentity(Options):
     """A model that settings were calibrated for; see :func:`eagle_fsd.model.identity.identify`."""
 
-    name: str = Field(description="Folder or Hub name.")
+    name: str = Field(description="Folder, Hub name, or a name such as bundled.")
     dtype: str = Field(description="Data type of its weights, such as float32.")
     fingerprint: str = Field(description="Hash of its weights.")
 
@@ -431,7 +430,7 @@ class Certificate(Options):
 
 
 class Settings(AcceptanceConfig, TreeConfig):
-    """The contents of an ``fsd.json`` file. Options that were not set explicitly are absent."""
+    """The contents of an ``fsd.json`` file."""
 
     exact: TreeConfig | None = Field(
         default=None, description="Tree for lossless decoding; default: the same tree."

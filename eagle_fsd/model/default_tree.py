@@ -1,8 +1,8 @@
 """Choose the draft tree of a pair without ``fsd.json`` by the costs of its passes on a CPU.
 
 A few steps with different trees are timed. The choice is the tree that emits the most tokens per
-second if drafted tokens are accepted as often as :data:`ACCEPTED` assumes. ``eagle-fsd tune`` finds
-better trees, because it decodes prompts with the pair.
+second if drafted tokens are accepted as often as :data:`ACCEPTED` assumes. ``eagle-fsd tune`` can
+find a better one, because it decodes prompts with the pair.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def fit_tree(model: EagleFSD) -> None:
             return
     except (OSError, ValueError, TypeError, AttributeError):  # missing or damaged
         known = {}
-    log.warning("timing a few steps to choose the draft tree; eagle-fsd tune finds better ones")
+    log.warning("timing a few steps to choose the draft tree; eagle-fsd tune may find a better one")
     tree = choose_tree(*_time_passes(model))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

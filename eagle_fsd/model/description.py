@@ -48,8 +48,9 @@ class Description:
 def describe_modules(*modules: nn.Module) -> Description:
     """Describe modules.
 
-    Not noticed are assignments to global variables and to class attributes other than ``forward``,
-    and changes in place of weights through ``.data`` and of what a bound method or closure holds.
+    Not noticed are, for instance, assignments to global variables and to class attributes other
+    than ``forward``, and changes in place of weights through ``.data``, of inference tensors, and
+    of what a bound method or closure holds.
     """
     walk, structures = _Walk(), []
     for module in modules:
@@ -116,8 +117,8 @@ class _Walk:
     def _add_function(self, function: Any) -> None:
         """Add which function this is, and its defaults and closure.
 
-        Plain values and functions in them are compared by content, other objects by identity only:
-        what they hold may change with every call.
+        Of objects in them other than functions and plain values, only the identity is added: what
+        they hold may change with every call.
         """
         if isinstance(function, MethodType):
             self._add_identity(function.__self__)

@@ -96,8 +96,8 @@ def load_eagle3(
 ) -> Eagle3Head:
     """Load an EAGLE-3 head of either layout and attach it to its target.
 
-    If ``config.json`` is ambiguous about the hidden states that the head reads, both readings are
-    measured if that takes seconds, else the likelier one is used. A warning names the choice.
+    If ``config.json`` is ambiguous about the hidden states that the head reads, its readings are
+    measured if that takes seconds, else the likeliest one is used. A warning names the choice.
 
     Raises CheckpointError if the files are missing, damaged or do not match, and ValueError if the
     head belongs to another target.

@@ -309,7 +309,7 @@ class Engine:
         self.execution.clock = PhaseClock(self.target.device)
 
     def _mark_written(self, place: int, length: int) -> None:
-        """Note that passes may write to a row's slots while it has at most ``length`` tokens."""
+        """Note that passes write up to ``_margin`` slots beyond a row's first ``length``."""
         cached = self.caches.rows[place]
         cached.written = max(cached.written, length + self._margin)
 
@@ -333,7 +333,8 @@ class Engine:
     def _reuse(self, place: int, ids: list[int]) -> int:
         """Move the row with the longest prefix of a prompt to a place; return the prefix's length.
 
-        If the row has many other tokens, a copy of it replaces the least recently used row.
+        A row whose prefix is only a little longer is not moved. If the row in the place has many
+        other tokens, a copy of it replaces the least recently used row.
         """
         caches, drafter = self.caches, self.drafter if self._drafts_from_cache else None
         places = range(place, len(caches.rows))

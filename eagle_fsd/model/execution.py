@@ -31,8 +31,7 @@ from eagle_fsd.model.tree import DraftTree
 class ExecutionOptions:
     """How steps may run."""
 
-    #: The only number of rows with which steps are compiled, because every other one would take a
-    #: compilation of its own; 0 for none.
+    #: The only number of rows with which steps are compiled; 0 for none.
     compiled_rows: int = 0
     #: Compiles steps with one row when that pays, instead of ``compiled_rows``.
     background: BackgroundCompiler | None = None

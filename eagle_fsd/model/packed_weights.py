@@ -1,8 +1,8 @@
 """Large weights in the layout that oneDNN prefers, for a handful of tokens on an x86 CPU.
 
-There, torch rearranges a weight in every call, which can take longer than the multiplication: in
-bfloat16 always, in float32 except for a single token. Here it is rearranged once and kept. Small
-weights are not, because a call of oneDNN costs more (``benchmarks/operations.py``).
+There, torch rearranges a weight in most calls, which can take longer than the multiplication. Here
+it is rearranged once and kept. Small weights are not, because a call of oneDNN costs more
+(``benchmarks/operations.py``).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 # An operator of torch, because the compiler cannot trace how packed weights are found. Registered
-# without `torch.library.custom_op`, whose wrapper adds several percent to the time of a product.
+# without `torch.library.custom_op`, whose wrapper takes time in every call.
 _library = torch.library.Library("eagle_fsd", "DEF")
 _library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.impl("packed_linear", _packed_linear, "CPU")
@@ -149,7 +149,7 @@ def _can_pack(weight: Tensor) -> bool:
 
 @cache
 def _total_memory() -> int:
-    """Return the total memory in bytes; cached, because passes ask for it once per weight."""
+    """Return the machine's total memory in bytes."""
     return host_memory().total
 
 

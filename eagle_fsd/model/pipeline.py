@@ -83,9 +83,9 @@ class EagleFSD:
             tokens. Assigning to :attr:`tree` sets it too.
         has_default_tree: Whether no argument, file or assignment to :attr:`tree` has set a tree.
         batch_trees: Shapes of the draft trees of lossless calls, by the least number of prompts
-            decoded at once; the tokens do not depend on them. Not used if :attr:`exact_tree` has
-            a single node, or is a chain whose tokens are sampled. Assigning to :attr:`tree` clears
-            them.
+            decoded at once; up to rounding, tokens do not depend on them. Not used if
+            :attr:`exact_tree` has a single node, or is a chain whose tokens are sampled. Assigning
+            to :attr:`tree` clears them.
         capture: Whether steps on a CUDA device are captured in graphs and replayed where possible;
             True by default. On other devices it has no effect.
     """
@@ -149,8 +149,8 @@ class EagleFSD:
                 Default without a target: the bundled head.
             dtype: Such as ``"bfloat16"``. Default: float32 on a CPU, else the checkpoint's own.
             device_map: As in Hugging Face. Default: the GPU if there is one, else the CPU.
-            settings: An ``fsd.json`` file with tree and acceptance options. Default: ``fsd.json``
-                beside the drafter; decoding is lossless if there is none.
+            settings: An ``fsd.json`` file with tree and acceptance options. Default: that in the
+                folder or repository ``drafter``; decoding is lossless if there is none.
             tree: Shape of the draft tree, as an object or a dictionary; overrides ``settings``.
             acceptance: Acceptance options, as ``tree``; overrides ``settings``.
             total_tokens: Overrides this field of the tree; not allowed together with ``tree``.
@@ -329,14 +329,14 @@ class EagleFSD:
                   all of it.
                 - ``method``: ``"fsd"``, or ``"ar"`` for plain decoding without a drafter.
                 - ``rule``: an acceptance rule that replaces the one of ``acceptance``, or the name
-                  of one, such as ``"margin 0.8"``; see :class:`AcceptanceConfig`. The options
-                  ``max_fuzzy_nats`` and ``exact_first`` restrict it.
+                  of one, such as ``"margin 0.8"``; see :class:`AcceptanceConfig`. The fields
+                  ``max_fuzzy_nats`` and ``exact_first`` of ``acceptance`` restrict it.
                 - ``eos_token_id``: one id or several that end a row, ``[]`` for none. Default: the
                   target's.
                 - ``pad_token_id``: fills rows that end before others. Default: the target's, else
                   the first of ``eos_token_id``, else 0.
                 - ``stopping_criteria``: a Hugging Face stopping criterion or a list of them,
-                  checked after every token.
+                  checked after every token, with ``None`` for the scores.
                 - ``logits_processor``: a Hugging Face logits processor or a list of them. Each tree
                   node is processed with its own prefix, so they must not keep state. Processors
                   from the target's generation configuration, such as a repetition penalty, are not
@@ -344,8 +344,8 @@ class EagleFSD:
                 - ``logits_warper``: a Hugging Face logits processor or a list of them, instead of
                   ``temperature``, ``top_p``, ``top_k`` and ``min_p``; a ``temperature`` above 0
                   then only enables sampling. They must not read previous tokens.
-                - ``prefix_cache``: keeps the caches for the next turn of a chat; for a single
-                  prompt only. The prefix shared with earlier turns is not processed again.
+                - ``prefix_cache``: keeps the caches for the next turn of a chat, see
+                  :class:`PrefixCache`; for a single prompt only.
                 - ``details``: number of alternatives to report for every token, along with its
                   log-probability and divergence, in the chunks of :meth:`stream` and the results of
                   :meth:`generate_many`. Default: no details.
@@ -356,7 +356,8 @@ class EagleFSD:
             FloatingPointError: The target produced NaN or infinite logits, or a processor or
                 warper such scores or -inf for every token.
             MemoryError: There is not enough memory for a prompt.
-            Exception: That of a stopping criterion. (An error in one row ends the call.)
+            Exception: That of a stopping criterion, a processor, a warper or a rule. (An error in
+                one row ends the call.)
         """
         generation = self.stream(input_ids, attention_mask, max_new_tokens, **options)
         if streamer is not None:
@@ -398,13 +399,13 @@ class EagleFSD:
 
         When an answer ends, the next prompt takes its place in the batch, so that the batch stays
         full although answers differ in length. An answer does not depend on the other prompts: it
-        is the one that :meth:`generate` gives for its prompt alone (with the seed of its row, if
+        is the one that :meth:`generate` gives for its prompt alone (or as row ``i`` of a call, if
         it is sampled), up to rounding, which depends on the number of rows. Drafters that adapt to
         all rows, :class:`AdaptiveNGramDrafter` and draft models of adaptive depth, are an
         exception for answers that depend on the draft tree.
 
-        An answer that fails does not stop the others. A warning names its prompt, and the first
-        such error is raised when all others have been yielded.
+        An answer that fails does not stop the others: a warning names its prompt, and the first
+        such error is raised at the end. Exceptions of processors, warpers and rules do stop them.
 
         Args:
             prompts: Token ids of each prompt, ``[S]``, without padding; or :class:`Prompt`, with
@@ -423,7 +424,7 @@ class EagleFSD:
                 read, which drops the answers in progress.
             FloatingPointError: See :meth:`generate`; after the other answers.
             MemoryError: There will never be enough memory for a prompt; after the other answers.
-            Exception: That of a stopping criterion; after the other answers.
+            Exception: That of a stopping criterion, after the other answers; any other, at once.
         """
         max_batch = CallOptions.from_dict({"max_batch": max_batch}).max_batch
         if not isinstance(prompts, Iterable) or isinstance(prompts, str):
@@ -471,7 +472,7 @@ class EagleFSD:
             max_rows: Maximum number of requests that are decoded at once.
             max_length: See :class:`Batch`.
             compiled_rows: The only number of requests with which steps are compiled if
-                :attr:`compile` is True: any other would take a compilation of its own.
+                :attr:`compile` is True.
 
         Raises:
             ValueError: An argument is not an integer of at least 1.
@@ -511,9 +512,9 @@ class EagleFSD:
     ) -> BeamSearchOutput:
         """Find the most likely answers to every prompt by beam search.
 
-        The result is that of Hugging Face's ``generate`` with ``num_beams`` and
-        ``do_sample=False``, without logits processors. It does not depend on the drafter or on
-        :attr:`acceptance`. Beams that score equally up to rounding may be exchanged.
+        The result is that of beam search in Hugging Face's ``generate`` with ``do_sample=False``,
+        without logits processors. It does not depend on the drafter or on :attr:`acceptance`. Beams
+        that score equally up to rounding may be exchanged. Passes are not compiled or captured.
 
         Args:
             input_ids: See :meth:`generate`.

@@ -1,6 +1,6 @@
 """The parts of Llama's decoder layer, called with fewer operations than in transformers.
 
-On a CPU, a small model's pass over a handful of nodes spends most of its time on their overhead.
+On a CPU, a small model's pass over a handful of nodes spends much of its time on their overhead.
 
 Shape letters: ``B`` rows, ``S`` tokens, ``L`` visible slots, ``D`` head size, ``H`` hidden size.
 """
@@ -36,7 +36,7 @@ class AttentionInputs(NamedTuple):
 
 
 def is_plain(layer: nn.Module, config: PreTrainedConfig) -> bool:
-    """Whether a layer consists of Llama's parts, none of which has been replaced or hooked."""
+    """Whether a layer consists of Llama's parts, none of which has changed (:func:`is_changed`)."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     return (
         config.model_type in PLAIN_FAMILIES
@@ -86,7 +86,7 @@ def run_layers(
 ) -> list[Tensor]:
     """Run a plain model's layers on tokens ``[B, S]`` at positions ``[B, S]``; see :func:`attend`.
 
-    Returns ``[B, S, H]`` the input of every layer, and the last hidden state after the final norm.
+    Returns the layers' inputs, then the last hidden state after the final norm: ``[B, S, H]`` each.
     """
     x = body.embed_tokens(ids)
     rotary, states = signed_rotary(*body.rotary_emb(x, position_ids=positions)), []

@@ -36,7 +36,7 @@ class CachedRow:
 class RowCaches:
     """The caches of an engine and the tokens that they hold; allocated by :meth:`reserve`."""
 
-    spare = 0  # extra slots allocated when caches grow
+    spare = 0  # extra slots of a new or longer cache
 
     def __init__(self) -> None:
         self.rows: list[CachedRow] = []
@@ -157,8 +157,8 @@ class PrefixCache(RowCaches):
     """Key-value caches that are kept from one turn of a chat to the next.
 
     Pass the same object to :meth:`~eagle_fsd.model.pipeline.EagleFSD.stream` with every turn of a
-    chat. The prefix that a prompt shares with the cached tokens is not processed again, except for
-    its last few tokens; cached tokens beyond it (an edited history, an answer that was cut off) are
+    chat, with the same ``method``. The prefix that a prompt shares with the cached tokens is not
+    processed again, except for its last few tokens; cached tokens beyond it (an edited history) are
     dropped. A call may be abandoned halfway. A cache serves one model, and one call at a time.
     """
 

@@ -1,8 +1,7 @@
-"""Random numbers that depend only on the seed, the row's number and the tokens before them.
+"""Random numbers that depend on the seed, the row's number and the tokens before them.
 
-So a sampled answer depends neither on the other rows of a batch nor, at ``T = 0``, on the draft
-tree, unless chains are sampled. The hash is the finalizer of SplitMix64 (Steele et al., OOPSLA
-2014, doi 10.1145/2660193.2660195), in 64-bit integers that wrap around.
+Those for sampled chains also depend on where steps begin. The hash is the finalizer of SplitMix64
+(Steele et al., OOPSLA 2014, doi 10.1145/2660193.2660195), in 64-bit integers that wrap around.
 
 Shape letters: ``B`` rows, ``N`` tree nodes.
 """

@@ -256,7 +256,7 @@ def read_options(
         decision=decision,
         key=key or 0,
         drafted=drafted,
-        # The tokens of lossless decoding do not depend on the draft trees.
+        # Up to rounding, lossless tokens do not depend on the trees, unless chains are sampled.
         uses_batch_trees=isinstance(decision.rule, ExactRule),
         eos_token_ids=model_end_tokens(target.model) if ends is None else end_tokens(ends),
         criteria=StoppingCriteriaList(as_list("stopping_criteria", given["stopping_criteria"])),

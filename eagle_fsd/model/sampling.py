@@ -69,8 +69,8 @@ class AnswerProcessor(LogitsProcessor):
 class Prefix(NamedTuple):
     """The tokens of a row so far, prompt padding included, for processors that read them.
 
-    The prompt is number ``row`` of the ``rows`` of its call; processors are not called for nodes
-    with one of the tokens ``ends``, or below one.
+    The prompt is number ``row`` of the ``rows`` of its call; processors are not called for drafted
+    tokens that are among ``ends``, or below them.
     """
 
     ids: Tensor  # [S + new]
@@ -248,7 +248,7 @@ class Sampler:
         """Process one row's ``[N, V]`` logits, each node with its own prefix.
 
         Level by level, because masked tokens, tokens that end the row and nodes below them are
-        skipped: a constraint may have no continuation there. Each level synchronizes with the host.
+        skipped: a constraint may have no continuation there.
         """
         processors = [
             (

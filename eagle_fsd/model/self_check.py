@@ -26,7 +26,7 @@ PARENTS = (0, 0, 0, 1, 2, 3, 4)
 DEPTHS = (0, 1, 1, 2, 2, 3, 3)
 #: The nodes of each branch below the root.
 BRANCHES = ((1, 3, 5), (2, 4, 6))
-#: The target's windows are this short during the check, so a few tokens exceed them.
+#: The target's windows are at most this long during the check, so a few tokens exceed them.
 WINDOW = 4
 #: Maximum relative error of the logits at the median node, in float32 and in shorter dtypes. If one
 #: branch sees the other, it is larger, because the logits of all nodes of a row but one are wrong.
@@ -43,7 +43,7 @@ _lock = threading.Lock()
 
 
 def check_target(target: Target, projected: bool = True) -> None:
-    """Check a target in evaluation mode when it is first used; later calls return at once.
+    """Check a target in evaluation mode when it is first used.
 
     Raises ``ValueError`` if it cannot be decoded in trees or, with ``projected``, have a draft
     head.

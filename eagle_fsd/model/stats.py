@@ -82,7 +82,7 @@ class DecodeStats:
     @property
     def tokens(self) -> int:
         """Tokens emitted, over all rows."""
-        return sum(sum(row.values()) for row in self.origins)  # few numbers at any length
+        return sum(sum(row.values()) for row in self.origins)  # fewer numbers than `accepted` has
 
     @property
     def steps(self) -> int:
@@ -107,10 +107,9 @@ class DecodeStats:
         A plain pass takes at most as long as a pass over a tree, and emits one token per row; the
         rest of a plain step is neglected. False where the phases were not timed apart.
         """
-        spent = sum(value for phase, value in self.seconds.items() if phase != "prefill")
         target = self.seconds.get("target", 0.0)
         apart = self.seconds.get("draft", 0.0) > 0.0 and not self.seconds.get("graph")
-        return target > 0.0 and apart and spent > self.tau * target
+        return target > 0.0 and apart and self.tokens_per_second < self.steps / target
 
     def as_dict(self) -> dict[str, Any]:
         """Return the statistics as JSON-serializable values."""

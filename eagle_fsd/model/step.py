@@ -1,6 +1,6 @@
 """One decoding step: draft a tree for every row, score it, verify it, commit the kept path.
 
-A step changes a :class:`StepState` in place; the host reads only its :class:`StepOutput`.
+A step changes a :class:`StepState` in place and returns a :class:`StepOutput`.
 
 Shape letters: ``B`` rows, ``N`` tree nodes, ``F`` values of the features, ``V`` vocabulary, ``A``
 the largest number of tokens that one step can emit.

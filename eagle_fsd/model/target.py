@@ -87,7 +87,6 @@ class Target:
             )
         # A few families do not name their body; the base model is then the model itself.
         self.body: Any = model.base_model if model.base_model is not model else model.model
-        # Looking up a field of a configuration takes longer than multiplying by it.
         self._logit_scale = getattr(self.config, "logit_scale", None)
         self._logit_divisor = getattr(self.config, "logits_scaling", None)
         if self.config.model_type == "hyperclovax":  # a factor there
@@ -95,7 +94,7 @@ class Target:
         divides = self.config.model_type == "minicpm3"  # before the projection
         self._feature_divisor = self._logit_divisor if divides else None
         self._soft_cap = getattr(self.config, "final_logit_softcapping", None)
-        #: Sequence length up to which attention does not depend on the length of the sequence.
+        #: Maximum sequence length: attention changes beyond it, or the context ends.
         self.stable_length = self._stable_length()
         #: What the caches of this model allocated.
         self.layout = _layouts.setdefault(model, Layout())
@@ -159,7 +158,7 @@ class Target:
         return logits
 
     def _stable_length(self) -> int:
-        """Return the length up to which attention does not depend on the length of the sequence."""
+        """Return the sequence length beyond which attention changes, or the context ends."""
         limits = [
             rope.get("original_max_position_embeddings") or self.context_length
             for rope in _rope_parameters(self.config)
@@ -174,9 +173,8 @@ class Target:
         """Raise ``ValueError`` for sequences beyond :attr:`stable_length`."""
         if length > self.stable_length:
             raise ValueError(
-                f"this call may reach {length} tokens, but beyond {self.stable_length} the"
-                " target's attention depends on the length of the sequence: shorten the prompt or"
-                " reduce max_new_tokens"
+                f"this call may reach {length} tokens, but the target's attention changes beyond"
+                f" {self.stable_length}: shorten the prompt or reduce max_new_tokens"
             )
 
     def new_cache(self, rows: int, length: int) -> TreeCache:
@@ -239,7 +237,7 @@ class Target:
 
         Node ``i`` is written to slot ``lengths[b] + i``, and ``keys`` are :meth:`TreeCache.keys`
         for ``N`` slots beyond any of ``lengths`` ``[B]``. ``groups`` query heads are folded per key
-        head (0: none), inside :func:`~eagle_fsd.model.attention.folded_queries`.
+        head (0: none), which requires :func:`~eagle_fsd.model.attention.folded_queries`.
         """
         slots = lengths[:, None] + torch.arange(tree.size, device=lengths.device)  # [B, N]
         positions = lengths[:, None] + tree.depths

@@ -1,8 +1,8 @@
 """The EAGLE-2 dynamic draft tree (arXiv 2406.16858, section 4), built with tensor operations.
 
 Shape letters: ``B`` rows, ``N`` tree nodes, ``D`` tokens of the draft's vocabulary, ``K`` =
-``top_k``, ``M`` nodes that the drafter expanded (``1 + depth * K``), ``P`` candidates in the pool
-(``1 + M * K``).
+``min(top_k, D)``, ``M`` nodes that the drafter expanded (``1 + depth * K`` by
+:class:`TreeBuilder`), ``P`` candidates in the pool (``1 + M * K``).
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class TreeBuilder:
         return scores, index if self.token_ids is None else self.token_ids[index]
 
     def finish(self, root: Tensor) -> DraftTree:
-        """Return the tree of the best ``min(total_tokens, P)`` nodes, and root tokens ``[B]``."""
+        """Return the tree of the root tokens ``[B]`` and the best candidates."""
         # A stable sort rather than topk: among equal scores the earlier candidate, and so the
         # parent, comes first.
         scores = _ranked(torch.cat(self.scores, 1))
@@ -208,7 +208,7 @@ def ancestor_matrix(parents: Tensor, max_depth: int) -> Tensor:
     above = identity.scatter(2, parents[:, :, None], 1.0)
     covered = 1  # edges upwards from each node
     while covered < max_depth:
-        above = (above @ above).clamp_max_(1.0)  # integers up to N are exact
+        above = (above @ above).clamp_max_(1.0)
         covered *= 2
     return above > 0
 

@@ -12,8 +12,7 @@ from it. An edge into node ``c`` is *exact* when ``c`` carries its parent's ``s`
 when the acceptance rule's gate is open at the parent and the rule admits the token. The deepest
 path of accepted edges is kept, and ``s`` at its last node follows as the bonus token. With
 ``selection="priced"`` it is the path with the largest ``depth - price * sum of regret``, where the
-regret of a relaxed edge is ``max log p - log p(x)`` and exact edges cost nothing; so a fuzzy token
-must gain as many tokens as it costs, and of equally long paths the cheapest is kept.
+regret of a relaxed edge is ``max log p - log p(x)`` and exact edges cost nothing.
 
 Without relaxed edges this is lossless: following the target's own sample while it is in the tree
 has the same distribution as EAGLE-2's recursive rejection over deterministic candidates
@@ -47,7 +46,7 @@ DEFAULT_OPTIONS = AcceptanceConfig()
 class Origin(IntEnum):
     """Where an emitted token came from."""
 
-    PADDING = 0  #: no token: the row had ended
+    PADDING = 0  #: no token
     EXACT = 1  #: drafted, and equal to the target's own sample
     FUZZY = 2  #: another token than the target's sample: drafted, or chosen in the sample's place
     TARGET = 3  #: the target's sample after the kept path (the bonus token)
@@ -76,7 +75,7 @@ class VerificationInputs:
             0, and if the rule does not need them.
         state: ``[B, W]`` float32, the rule's state of every row, see :meth:`AcceptanceRule.start`.
         faults: ``[B, N]`` which processor or warper left no token at each node, see
-            :meth:`row_faults`; None without any.
+            :meth:`row_faults`; None if neither is called.
     """
 
     tree: DraftTree
@@ -184,7 +183,7 @@ class AcceptanceRule:
 
     Attributes:
         needs_uniform: Whether the rule reads :attr:`VerificationInputs.uniform`.
-        needs_drawn: Whether it reads :attr:`VerificationInputs.drawn` at temperatures above 0.
+        needs_drawn: Whether it reads :attr:`VerificationInputs.drawn`.
         capturable: Whether it consists of tensor operations that never wait for the device. Its
             attributes must then not change after the first step, which CUDA graphs repeat.
     """
@@ -410,7 +409,7 @@ def _preferred_child(
 ) -> Tensor:
     """Return ``[B, N]``: the likeliest relaxed child's token, if no child is exact.
 
-    Elsewhere it is the target's sample.
+    Elsewhere it is ``sampled``.
     """
     tree = inputs.tree
     score = torch.where(relaxed, inputs.edge_log_prob, -torch.inf)
@@ -426,10 +425,10 @@ def _draft_draw(
 ) -> Tensor:
     """Return ``[B, N]``: the draft's sample where the gate is open and the token is admitted.
 
-    Elsewhere it is the target's sample. With an open gate, the emitted token's distribution is
-    therefore, unless chains are sampled, ``q`` on the admitted tokens plus ``q``'s remaining mass
-    times ``p``. If only the support is checked, its total variation distance from ``p`` is at most
-    that of ``q``; a floor moves mass to the likelier tokens, which can increase the distance.
+    Elsewhere it is ``sampled``, by default from ``p``. With an open gate, the emitted token's
+    distribution is then, unless chains are sampled, ``q`` on the admitted tokens plus ``q``'s
+    remaining mass times ``p``. If only the support is checked, its total variation distance from
+    ``p`` is at most that of ``q``; a floor moves mass to likelier tokens, which can increase it.
     """
     if inputs.drawn is None:
         raise ValueError('selection="sample" needs a draw from the draft at every node')

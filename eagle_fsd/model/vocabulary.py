@@ -20,8 +20,8 @@ from torch import Tensor, nn
 #: Values that are processed together on a CPU, where they fit into a core's cache, and elsewhere.
 CHUNK = 2**18
 DEVICE_CHUNK = 2**21
-#: Log-probabilities are clamped to it, because ``exp`` returns denormal numbers below -87.34, which
-#: takes a CPU hundreds of times as long.
+#: Log-probabilities are clamped to it, because ``exp`` returns denormal numbers below -87.34, with
+#: which a CPU computes slowly.
 MIN_LOG_PROB = -87.0
 #: Probabilities below it are 0, that of :data:`MIN_LOG_PROB` included.
 MIN_PROB = 1e-37
@@ -130,7 +130,7 @@ def scaled(logits: Tensor, temperature: float) -> Tensor:
 
 
 def arg_max(values: Tensor) -> Tensor:
-    """Return the index of the largest of ``[..., V]``, the first of several, faster than torch."""
+    """Return the index of the largest of ``[..., V]``, the first of several; fast for large V."""
     if values.numel() <= SMALL_SIZE and not torch.compiler.is_compiling():
         return values.argmax(-1)  # one operation instead of eleven
     blocks = _in_blocks(values)
@@ -140,9 +140,9 @@ def arg_max(values: Tensor) -> Tensor:
 
 
 def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the ``k`` largest of ``[..., V]``, and their indices; faster than torch for small k.
+    """Return the ``k`` largest of ``[..., V]`` and their indices, as ``torch.topk`` does.
 
-    They are in the ``k`` blocks with the largest maxima.
+    Faster for large ``V`` and small ``k``: they are in the ``k`` blocks with the largest maxima.
     """
     blocks = _in_blocks(values)
     count, size = blocks.shape[-2:]

@@ -67,11 +67,11 @@ ExportFormat = Literal["eagle", "sglang", "vllm", "speculators"]
 class TrainConfig(Options):
     """Hyperparameters for training a draft head.
 
-    The defaults are EAGLE's (arXiv 2401.15077, appendix, and the authors' training script), except
-    that the learning rate is scaled to the hidden size, long training texts are read in fewer
-    epochs, the half-width of the noise is 0.1 for every chat, gradients are clipped by their norm,
-    and ``fc`` has no bias. The divergence loss is an addition; it increased the accepted length
-    (``docs/results.md``). With ``head_type="eagle3"``, the options in
+    Most defaults are EAGLE's (arXiv 2401.15077, appendix, and the authors' training script), but
+    the learning rate is scaled to the hidden size, long training texts are read in fewer epochs,
+    the half-width of the noise is 0.1 for every chat, gradients are clipped by their norm, and
+    ``fc`` has no bias. The divergence loss is an addition; it increased the accepted length on the
+    bundled target (``docs/results.md``). With ``head_type="eagle3"``, the options in
     :data:`EAGLE3_DEFAULTS` have those defaults (``eagle/traineagle3`` in the authors' repository).
     """
 
@@ -265,8 +265,8 @@ class TrainRequest(TargetOptions):
     store_features: bool = Field(
         False,
         description="Compute the target's features once, not in every epoch; keep them in --out, in"
-        " bfloat16, until the end. --dtype is then bfloat16 by default on a CPU that is faster in"
-        " it.",
+        " bfloat16, until the end. --dtype is then bfloat16 by default on an x86 CPU that is faster"
+        " in it.",
     )
     regenerate: bool = Field(
         False, description="First have the target rewrite the assistant's answers in --data."
@@ -359,9 +359,7 @@ class RegenerateConfig(SamplingConfig):
     """Sampling, length and batch size of rewritten turns."""
 
     temperature: Temperature = Field(
-        0.7,
-        description="Sampling temperature; 0 is greedy decoding, and at 1 small models write"
-        " nonsense.",
+        0.7, description="Sampling temperature of answers; 0 is greedy decoding."
     )
     seed: int = Field(0, ge=0, le=2**31, description="Seed of sampling.")
     batch_size: BatchSize = Field(16, description="Chats that the loaded target writes at once.")
@@ -375,8 +373,8 @@ class SynthesizeRequest(TargetOptions):
     count: int = Field(1000, ge=1, description="Number of usable chats.")
     dtype: str | None = Field(
         None,
-        description="float32, bfloat16 or float16; default: bfloat16 on a CPU that is faster in it,"
-        " else float32 on a CPU and the checkpoint's on a GPU.",
+        description="float32, bfloat16 or float16; default: bfloat16 on an x86 CPU that is faster"
+        " in it, else float32 on a CPU and the checkpoint's on a GPU.",
     )
     device_map: DeviceMap = None
 
@@ -391,7 +389,7 @@ class SynthesizeConfig(RegenerateConfig):
     max_user_tokens: int = Field(
         256, ge=1, description="Maximum number of new tokens per user message."
     )
-    turns: int = Field(1, ge=1, le=64, description="Exchanges per chat.")
+    turns: int = Field(1, ge=1, le=64, description="Maximum number of exchanges per chat.")
     system: tuple[str, ...] = Field(
         (), description="System prompts, which chats use in turn; default: the template's."
     )

@@ -1,4 +1,4 @@
-"""Batches of encoded chats; several processes see the same batches as one process."""
+"""Batches of encoded chats, divided among processes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class ChatDataset(Dataset[Example]):
 
 
 def collate(examples: Sequence[Example]) -> TrainingBatch:
-    """Pad examples on the right, where a causal mask hides the padding from every token.
+    """Pad examples on the right, where a causal mask hides the padding from the chats' tokens.
 
     All of the examples have stored features, or none.
     """
@@ -142,8 +142,8 @@ def shared_batches(
 ) -> list[list[int]]:
     """Return one process's batches of an epoch, in random order.
 
-    Of every ``processes`` consecutive ones each process takes one: several processes see the
-    batches that one process accumulates. :data:`FILLER` completes the last group.
+    Of every ``processes`` consecutive ones each process takes one; :data:`FILLER` completes the
+    last group.
     """
     order = torch.randperm(len(batches), generator=_epoch_generator(seed, epoch)).tolist()
     own = [batches[number] for number in order[process::processes]]

@@ -45,7 +45,7 @@ SAMPLE_CHATS = 512
 #: Maximum numbers of consecutive chats in a shard, which are sorted by length to make batches, and
 #: of their tokens if all have the maximum length: two shards are in memory.
 SHARD_CHATS, SHARD_TOKENS = 32, 2**16
-#: Number of shards that are kept open. Each is a mapping, of which Linux allows 65,530.
+#: Maximum number of open shards, each a memory mapping; Linux allows 65,530 by default.
 MAX_OPEN_SHARDS = 2**14
 
 
@@ -204,9 +204,9 @@ def write_features(
 ) -> FeatureStore:
     """Store the hidden states ``states`` of every chat that is not in a complete shard yet.
 
-    Chats that cannot be encoded are stored without answers, and logged. All processes share the
-    work. Except for rounding, the result has the same examples whatever their number, in this run
-    and in earlier ones that were interrupted.
+    Chats that cannot be encoded are stored without answers; the first ones are logged. All
+    processes share the work. Except for rounding, the result has the same examples whatever their
+    number, in this run and in earlier ones that were interrupted.
     """
     state, folder = PartialState(), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,8 +10,7 @@ from torch import Tensor
 from eagle_fsd.model.target import LAST, Target
 from eagle_fsd.train.dataset import TrainingBatch
 
-#: Maximum number of logits to compute at a time. On a CPU, 8 MiB of them often fit its caches, and
-#: the allocator reuses the memory instead of returning it to the system.
+#: Maximum number of logits to compute at a time; on a CPU, so few that they often fit its caches.
 MAX_LOGITS = 1 << 26
 MAX_CPU_LOGITS = 1 << 21
 

@@ -73,10 +73,7 @@ class LoadedTarget:
         return data
 
     def fingerprint(self, path: str | Path, max_length: int | None = None) -> dict[str, Any]:
-        """Identify the chats, by path and size, and how they are encoded.
-
-        A run resumes only if this is unchanged.
-        """
+        """Identify the chats, by path and size, the target, and how the chats are encoded."""
         return {
             "data": str(path),
             "bytes": Path(path).stat().st_size,
@@ -154,6 +151,5 @@ def check_device_map(device_map: str | None, processes: int) -> None:
     """Reject a device map if there are several processes, which have a device each."""
     if device_map is not None and processes > 1:
         raise OptionsError(
-            "--device-map requires a single process; with several, each has the whole target on its"
-            " own device"
+            "--device-map requires a single process; each of several uses a device of its own"
         )

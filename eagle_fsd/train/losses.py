@@ -213,7 +213,7 @@ class _VocabularyLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the loss, times that of the whole."""
+        """Return the gradients of the loss, scaled by the incoming gradient."""
         return (*[None] * 5, *(outputs[0] * gradient for gradient in ctx.saved_tensors))
 
 

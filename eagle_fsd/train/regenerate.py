@@ -1,7 +1,6 @@
 """Replace the assistant's answers in a chat file by answers that the target generates.
 
-A head learns to predict one target: heads trained on text that the target generated have a larger
-accepted length than heads trained on other text.
+Heads that were trained on text of their own target usually have a larger accepted length.
 """
 
 from __future__ import annotations
@@ -149,10 +148,10 @@ def rewrite_chats(
 ) -> ChatFile:
     """Rewrite chats, resuming an interrupted run.
 
-    Except for rounding, the result does not depend on interruptions, processes or the batch size: a
-    turn depends on its chat and on a seed of its own. Until all chats are rewritten, lines are in
-    the order of their completion, and several processes write to files of their own, ``OUT.part0``
-    and so on. ``OUT.meta.json`` holds the fingerprint of the chats and the options.
+    With a loaded target, a turn depends on its chat and on a seed of its own, so interruptions, the
+    number of processes and the batch size change the result by rounding only. Until all chats are
+    rewritten, lines are in the order of their completion, and several processes write to files of
+    their own, ``OUT.part0`` and so on. ``OUT.meta.json`` identifies the chats and the options.
 
     Raises ValueError if the output was written from other chats or options, unless ``overwrite`` is
     set, if a server fails, or if none of the first :data:`TRIAL_CHATS` chats gets an answer, and

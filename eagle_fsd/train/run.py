@@ -62,8 +62,9 @@ def train(
 
     :mod:`~eagle_fsd.train.training_folder` lists the files. ``progress`` reports ``reading`` (in
     bytes), ``rewriting``, ``features``, ``measuring`` and ``counting`` (in chats); ``on_metrics``
-    receives what is trained and the metrics of every logged step and validation. Raises ValueError
-    for unsuitable options or data, TrainingError if training fails, KeyboardInterrupt on a signal.
+    receives the numbers of steps and chats, then the metrics of logged steps and validations.
+    Raises ValueError for unsuitable options or data, TrainingError if training fails,
+    KeyboardInterrupt on a signal.
     """
     config = config or TrainConfig()
     accelerator = accelerator or make_accelerator(request.out, cpu=request.device_map == "cpu")
@@ -119,7 +120,7 @@ def train(
     else:
         data, fingerprint = _open_chats(request, config, loaded, progress)
     if len(set(gather_object([len(data)]))) > 1:
-        raise OptionsError(f"{request.data} changed while the processes were reading it")
+        raise OptionsError("the chats changed while the processes were reading them")
     chats, _ = split_validation(len(data), config.validation, config.seed)
     check_contribution(data, chats, config.seed)
     sizes = [data.sizes[index] for index in chats]  # in tokens, or in bytes
@@ -184,9 +185,10 @@ def train(
 
 
 def make_accelerator(out: str | Path, cpu: bool = False) -> Accelerator:
-    """Create an accelerator, with mixed precision in bfloat16 on hardware that is faster in it.
+    """Create an accelerator, in mixed precision on GPUs with bfloat16 and CPUs faster in it.
 
-    Under ``accelerate launch``, its precision applies. ``out`` receives TensorBoard's files.
+    ``ACCELERATE_MIXED_PRECISION``, which ``accelerate launch`` sets, overrides this. ``out``
+    receives TensorBoard's files.
     """
     cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU") or torch.backends.mps.is_available()
     precision = None

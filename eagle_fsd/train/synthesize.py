@@ -1,8 +1,8 @@
 """Have a target write whole chats: the user's messages and its answers to them.
 
 A model that was tuned on chats continues the chat template's header of a user's message with such a
-message (Magpie, arXiv 2406.08464). With the same options, a chat depends on its index only, except
-for rounding. Start with :func:`synthesize`.
+message (Magpie, arXiv 2406.08464). With a loaded target and the same options, a chat depends on its
+index only, except for rounding. Start with :func:`synthesize`.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def find_flaw(reply: TurnReply, message: str) -> str | None:
 
 
 def is_repetitive(text: str) -> bool:
-    """Return whether a text consists of repetitions, in any language."""
+    """Return whether a text repeats itself, judged by how well it compresses."""
     content = text.encode()
     ratio = len(content) / len(zlib.compress(content))
     return len(content) >= MIN_JUDGED_BYTES and ratio > MAX_COMPRESSION

@@ -1,8 +1,7 @@
 """The training loop of a draft head, on accelerate.
 
 The order of the chats, the noise on the features and the learning rate depend only on the
-configuration, the data and the step number. A resumed training therefore matches an uninterrupted
-one, and several processes match one process with the same total batch size.
+configuration, the data, the number of processes and the step number, so that training can resume.
 """
 
 from __future__ import annotations
@@ -48,6 +47,7 @@ from eagle_fsd.train.losses import HeadLosses, loss_inputs
 from eagle_fsd.train.training_folder import TrainingError, TrainingFolder
 from eagle_fsd.train.validation import decode_validation, validation_losses, validation_prompts
 from eagle_fsd.utils.errors import is_out_of_memory
+from eagle_fsd.utils.host_memory import trim_heap
 from eagle_fsd.utils.progress import ProgressFactory, no_progress
 from eagle_fsd.utils.signals import StopSignals
 
@@ -55,6 +55,8 @@ log = logging.getLogger(__name__)
 
 #: Maximum number of held-out chats whose prompts are decoded at each validation.
 MAX_DECODED_PROMPTS = 16
+#: Steps after which freed memory is returned to the system.
+TRIM_EVERY = 50
 
 #: Numbers of chats and tokens that were read, and their names in checkpoints. A chat counts once in
 #: every epoch; rejected ones could not be encoded, and of unused ones the loss covers no token.
@@ -106,7 +108,7 @@ class Trainer:
     """Training loop of one draft head, which starts from ``head`` or from random weights.
 
     The number of epochs must be set in the configuration. On the main process, ``on_metrics`` is
-    called with what is trained and the metrics of every logged step and validation, and
+    called with the numbers of steps and chats, then metrics of logged steps and validations, and
     ``on_checkpoint`` with the head in float32 at every checkpoint but that of the last step.
     ``progress`` reports ``measuring`` and ``counting`` (in chats).
     """
@@ -187,9 +189,9 @@ class Trainer:
         """Train to the last step, from the folder's newest checkpoint if there is one.
 
         The first Ctrl-C or SIGTERM stops training (KeyboardInterrupt) after the current step and a
-        checkpoint, the second one at once. Returns :meth:`copy_head`. Raises TrainingError if the
-        loss or its gradient is not finite, memory ran out, or a checkpoint could not be written;
-        earlier ones are kept.
+        checkpoint, the second one at once. Returns the head in float32, see :meth:`copy_head`.
+        Raises TrainingError if the loss or its gradient is not finite, a step runs out of memory,
+        or a checkpoint could not be written; earlier ones are kept.
         """
         newest = self.folder.newest_checkpoint()
         if newest is not None:
@@ -210,6 +212,8 @@ class Trainer:
                 start = time.monotonic()
                 metrics, stopping = self._train_step(batches, signals.requested.is_set)
                 self.step += 1
+                if self.step % TRIM_EVERY == 0:
+                    trim_heap()
                 self.seconds += time.monotonic() - start
                 is_last = self.step == self.steps
                 if is_last or self.step % self.config.log_every == 0:
@@ -417,7 +421,7 @@ class Trainer:
             prompts = validation_prompts(
                 self.data, self.held_out, MAX_DECODED_PROMPTS, self.target.stable_length
             )
-            # Compiled layers would be recompiled for the many shapes that decoding uses.
+            # Decoding passes caches and masks, for which layers would be compiled again.
             with torch.compiler.set_stance("force_eager"):
                 metrics |= decode_validation(head, self.target, prompts)
             self._publish("validation", {"step": self.step, **metrics})

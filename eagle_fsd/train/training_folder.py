@@ -33,7 +33,7 @@ METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 FEATURES = "features"
 MAX_CHECKPOINTS = 2
-#: Options that may change when a run resumes. Only ``max_steps`` affects the result.
+#: Options that may change when a run resumes.
 RESUMABLE_CHANGES = (
     "max_steps",
     "validate_every",

@@ -39,7 +39,7 @@ def validation_losses(losses: HeadLosses, batches: Iterable[TrainingBatch]) -> d
 def validation_prompts(
     data: Dataset[Example], chats: Sequence[int], count: int, max_length: int
 ) -> list[Tensor]:
-    """Return the ``[S]`` prompts before the first assistant turns of at most ``count`` chats.
+    """Return the ``[S]`` prompts before the first answers of at most ``count`` chats.
 
     Empty prompts, and those that could exceed ``max_length`` tokens with an answer, are left out.
     """

@@ -1,4 +1,4 @@
-"""Write chats turn by turn, with a loaded target or a server of it, to a file that can be resumed.
+"""Write chats turn by turn, with a loaded target or a server of it; interrupted runs can resume.
 
 A :data:`Writing` decides what a chat says: ``regenerate`` replaces the answers of a given one, and
 ``synthesize`` writes both sides.
@@ -56,7 +56,7 @@ def ignore_tokens(count: int) -> None:
 
 @dataclass(frozen=True)
 class TurnReply:
-    """What the target wrote; ``error`` is why it wrote nothing."""
+    """What the target wrote, whether it is ``complete``, and the ``error`` if it wrote nothing."""
 
     text: str = ""
     complete: bool = False
@@ -67,7 +67,7 @@ class TurnReply:
 class NextTurn:
     """A message for the target to write, of at most ``limit`` tokens, up to one of ``stop``.
 
-    Servers do not look for special tokens in text, so these are in ``stop_token_ids``, too.
+    Servers may leave special tokens out of text, so these are in ``stop_token_ids``, too.
     ``prompt`` is the text that it continues, or a chat that a server formats.
     """
 
@@ -120,7 +120,7 @@ class LocalWriter:
     def write(self, chats: Iterator[Writing | None], batch_size: int) -> Lines:
         """Yield lines in the order in which chats end; where ``chats`` yields None, none begins.
 
-        A chat that goes on takes the place of its last turn in the batch.
+        Turns of chats in progress precede new chats.
         """
         begun: deque[tuple[Writing, TurnReply]] = deque()
         running: dict[Answer, tuple[Writing, NextTurn]] = {}

@@ -16,7 +16,7 @@ from eagle_fsd.utils.text import one_line
 
 #: Environment variable that holds the API key.
 KEY_VARIABLE = "OPENAI_API_KEY"
-#: Key to send if none is set: the client requires one, and local servers ignore it.
+#: Key to send if none is set: the client requires one.
 NO_KEY = "none"
 #: Maximum number of characters of an endpoint's error message to quote.
 MAX_MESSAGE_LENGTH = 300

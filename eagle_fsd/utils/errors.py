@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: Parts of the messages of those whose type also stands for other errors.
+#: Parts of the messages of those errors whose type also stands for others.
 OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",

@@ -1,4 +1,4 @@
-"""Write files so that an interrupted process never leaves a damaged one behind."""
+"""Write files that remain readable if the process is interrupted."""
 
 from __future__ import annotations
 

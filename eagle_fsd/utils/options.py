@@ -133,9 +133,9 @@ def validation_message(error: ValidationError, options: type[BaseModel] | None =
     field = options.model_fields.get(name) if options is not None else None
     # The error of a union names the member that rejected the value.
     if options and field and (len(problem["loc"]) == 1 or _is_union(field.annotation)):
-        return f"{name} must be {describe_field(options, name)}; got {value!r}"
+        return one_line(f"{name} must be {describe_field(options, name)}; got {value!r}")
     expected = problem["msg"].removeprefix("Input should be ")
-    return f"{path} must be {expected}; got {value!r}"
+    return one_line(f"{path} must be {expected}; got {value!r}")
 
 
 def _unwrapped(value: Any) -> Any:

@@ -20,7 +20,7 @@ def describe_environment() -> dict[str, Any]:
 
     The result has ``date`` (UTC, ISO 8601), ``machine`` (CPU, torch threads and GPU), ``python``,
     ``versions`` of :data:`PACKAGES` (None if not installed), and ``revision``: the Git revision of
-    the checkout that contains this package, with ``-dirty`` appended if it has uncommitted changes;
+    the checkout that contains this package, with ``-dirty`` appended if tracked files have changed;
     None outside a checkout.
     """
     return {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
 import pytest
 from prompts import GREEDY, HELLO, nested, request, tokenize
+from tokenizers.normalizers import Strip
 
 from eagle_fsd import AcceptanceConfig, EagleFSD
 from eagle_fsd.chat.config import Limits
@@ -149,6 +151,15 @@ def test_echoed_texts_add_up_to_the_prompt(model: EagleFSD) -> None:
     assert as_ids.ids.tolist() == [ids]
     assert len(as_ids.echo_texts) == len(ids)
     assert "".join(as_ids.echo_texts) == model.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_echo_includes_whitespace_that_the_tokenizer_drops(
+    model: EagleFSD, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.backend_tokenizer.normalizer = Strip()
+    monkeypatch.setattr(model, "tokenizer", tokenizer)
+    assert "".join(request(model, prompt=" Mia  ", echo=True).echo_texts) == " Mia  "
 
 
 def test_token_ids_are_decoded_only_if_they_are_echoed_and_fit_the_context(

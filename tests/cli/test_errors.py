@@ -31,9 +31,10 @@ USAGE_ERRORS: list[tuple[str, str]] = [
     ("generate x --divergence cosine", "--divergence must be one of js, js_reference, kl, "),
     ("chat --style loud", '"simple", "rich", "programmatic"'),
     ("evaluate --method beam", '"plain", "exact", "fsd", "hf", "rules"'),
-    ("sweep --thresholds 0 -1", "threshold must be a number of at least 0; got -1.0"),
+    ("sweep --thresholds 0 -1", "--thresholds must be a number of at least 0; got -1.0"),
+    ("sweep --thresholds 0 x", "--thresholds must be a valid number"),
     ("sweep --threshold 0.1", "unknown option: --threshold. Did you mean --thresholds?"),
-    ("sweep --min-ratio 2", "min_ratio must be a number in [0, 1]; got 2.0"),
+    ("sweep --min-ratio 2", "--min-ratio must be a number in [0, 1]; got 2.0"),
     ("sweep --answer-batch 0", "--answer-batch must be an integer in [1, 1024]; got 0"),
     ("generate x --settings no.json", "--settings must be an existing file; got no.json"),
     (f"export custom-generate x --drafter bundled --settings {ROOT}", "--settings must be an"),
@@ -103,7 +104,7 @@ def test_exceptions_become_messages_of_one_line(run: Run, monkeypatch: pytest.Mo
         raise errors[-1]
 
     monkeypatch.setattr("eagle_fsd.model.pipeline.EagleFSD.from_pretrained", fail)
-    advice = "; reduce the batch or --max-new-tokens, or use a smaller model or dtype"
+    advice = "; reduce the batch or the number of tokens, or use a smaller model or dtype"
     memory, row = f"out of memory{advice}", "a row of 9 tokens needs 2 GiB"
     for error, status, message in (
         (KeyboardInterrupt(), INTERRUPTED, "stopped"),

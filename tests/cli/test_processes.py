@@ -116,6 +116,10 @@ def test_servers_and_chats_require_a_single_process(
         assert status == 2
         assert f"error: {command} requires a single process; got 2." in errors
         assert "--device auto" in errors
+    for words in ("evaluate --server A=http://a/v1 B=http://b/v1", "chat --base-url http://a/v1"):
+        status, _, errors = run(*words.split())
+        assert status == 2
+        assert "requires a single process; got 2 (see" in errors
 
 
 def test_processes_must_join_to_share_a_target(monkeypatch: pytest.MonkeyPatch) -> None:

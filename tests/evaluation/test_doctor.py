@@ -47,7 +47,7 @@ from eagle_fsd.evaluation.doctor.checks import (
 from eagle_fsd.evaluation.doctor.diagnosis import GENERAL_QUESTIONS, diagnose
 from eagle_fsd.evaluation.doctor.measurements import MeasuredAnswer, Measurements
 from eagle_fsd.evaluation.doctor.settings import find_settings
-from eagle_fsd.evaluation.doctor.templates import TurnTemplate, candidate_templates
+from eagle_fsd.evaluation.doctor.templates import TurnTemplate, candidate_templates, unknown_markers
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.eagle3 import Eagle3Head, default_reads, layer_config
@@ -319,6 +319,9 @@ def test_wrong_template(healthy: Measurements, monkeypatch: pytest.MonkeyPatch) 
     assert "'<|{role}|>{content}<|end|>'" in str(found.step)
     assert check_template(healthy).level == "ok"
     assert others[-1][2].startswith("remove the chat_template")
+    picky = "{% for turn in messages %}{{ turn.content or raise_exception('empty') }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", picky)
+    assert not unknown_markers(own[1], tokenizer)
     monkeypatch.setattr(tokenizer, "chat_template", None)
     assert candidate_templates(tokenizer)[-1][2].startswith("do not pass --conv-template")
 
@@ -344,7 +347,7 @@ def test_small_dtypes(healthy: Measurements) -> None:
     found = the_problem(with_drafter(healthy, head))
     assert found.check == "dtype"
     assert found.evidence.endswith("are NaN or infinite, as are values of fc.weight")
-    assert str(found.step).startswith("pass --dtype float32 or bfloat16; if that does not help, ")
+    assert str(found.step).startswith("pass another --dtype, such as float32; if that does")
     for folder in (BUNDLED_HEAD, BUNDLED_DRAFT_MODEL):
         drafter = loaded(healthy, folder)
         network = drafter.network.bfloat16()

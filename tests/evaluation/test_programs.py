@@ -86,6 +86,8 @@ RIGHT_ANSWERS = {
     "a correction": f"```python\n{WRONG}```\nNo, that is wrong:\n```python\n{WHOLE}```",
     "a helper in a separate block": "```python\ndef double(value):\n    return 2 * value\n```\n"
     "```python\ndef twice(values):\n    return [double(value) for value in values]\n```",
+    "two values in a separate block": "```python\nONE, TWO = 1, 2\n```\n"
+    "```python\ndef twice(values):\n    return [TWO * value for value in values]\n```",
     "an import in a separate block": "```python\nimport operator\n```\n"
     "```python\nfrom __future__ import annotations\n\n\ndef twice(values):\n"
     "    return [operator.mul(2, value) for value in values]\n```\n"

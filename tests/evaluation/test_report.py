@@ -240,6 +240,10 @@ def test_csv_and_footnote_state_the_settings_of_each_row() -> None:
     fuzzy["settings"] = {"method": "server", "model": "m", "engine": "vllm"}
     report["about"]["servers"] = ["fsd=http://localhost:8000/v1"]
     assert " fsd." not in footnote(report)
+    report["sessions"]["b"] = report["sessions"]["a"]
+    assert "2 sessions. x compares within a session" in footnote(report)
+    report["about"]["answer_batch"] = 8  # speeds were measured separately
+    assert "x compares" not in footnote(report)
 
 
 def test_unclear_replies_of_a_judge_are_reported() -> None:

@@ -140,7 +140,7 @@ LETTERS_OF = {
         [
             *("A and B", "A, B or C", "A) and B)", "A), B) or C)", "I think it's B or C"),
             *("Either A or D fits", "A and B are right, C is wrong"),
-            *("The answer is C++", "The answer is e-mail", "The answer is D'Artagnan"),
+            *("The answer is C++", "The answer is e-mail", "The answer is D'Artagnan", "C++"),
             *("The answer is not A", "Apples and Bananas", "That answer a model", ""),
             *("The answer is a model of the earth", "A model is what is meant"),
         ]

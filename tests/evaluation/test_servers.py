@@ -72,6 +72,7 @@ def test_two_servers_are_compared_and_certified(
     assert report["comparison"]["changed"]
     assert "| base | FSD |" in text
     assert "differ from base's" in page
+    assert "drafter None" not in page
     assert not any("exact decoding" in item or "uzzy tokens" in item for item in (text, page))
     assert report["figures"] == ["tradeoff.png"]
 
@@ -140,8 +141,9 @@ def test_invalid_comparisons_are_rejected(run: Run, tmp_path: Path) -> None:
         (("--server", url, "--server", url), "two servers have the name 'a'"),
         (("--server", url, "--server", "b"), "--server must be NAME=URL; got b"),
         (("--server", url, "--server", f"hf={server.url}"), "a server cannot be named hf"),
-        (("--server", url, "--server", other, "--threshold", "0.1"), "where they start"),
+        (("--server", url, "--server", other, "--threshold", "0.1"), "--server takes no"),
         (("--server", url, "--server", other, "--target", "x"), "target does not affect"),
+        (("--server", url, "--server", other, "--conv-template", "x"), "conv-template does not"),
         (("--certify", settings), "--certify requires two servers"),
         ((*certified, "--temperature", "1", "--min-p", "0.1"), "--min-p is not supported"),
         (("--max-drop", "2"), "--max-drop requires --server"),

@@ -12,6 +12,7 @@ from scipy import stats
 
 from eagle_fsd.evaluation.statistics import (
     is_loss_below,
+    least_questions,
     loss_bound,
     mcnemar_p,
     mean,
@@ -93,6 +94,8 @@ def test_both_functions_agree() -> None:
         bound = loss_bound(lost, gained, count)
         assert is_loss_below(bound, lost, gained, count)
         assert not is_loss_below(bound - 1e-5, lost, gained, count)
+    for loss in (0.001, 0.002, 0.01):
+        assert loss_bound(0, 0, least_questions(loss)) <= loss
 
 
 def test_the_bound_is_monotone() -> None:

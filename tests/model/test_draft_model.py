@@ -226,3 +226,12 @@ def test_unsupported_draft_model_is_named(target: Target, tmp_path: Path) -> Non
     found = EagleFSD(tiny_target(), DraftModel(model), CHAIN)
     with pytest.raises(ValueError, match=r"^draft model: LlamaForCausalLM is not supported"):
         found.generate(batch()[0], max_new_tokens=2)
+
+
+def test_prompts_beyond_the_context_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """The answer to a prompt within the context may exceed it."""
+    model = EagleFSD(tiny_target(), DraftModel(small(max_position_embeddings=8)), CHAIN)
+    model.generate(prompt(8), max_new_tokens=4)
+    assert not caplog.text
+    model.generate(prompt(9), max_new_tokens=4)
+    assert "prompt of 9 tokens exceeds the draft model's context of 8 tokens" in caplog.text

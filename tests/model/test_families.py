@@ -60,7 +60,7 @@ def test_length_that_attention_depends_on_is_the_limit(
     plain, room = EagleFSD(model, None), limit - ids.shape[1]
     out = plain.generate(ids, max_new_tokens=room, method="ar")
     assert torch.equal(out.sequences[:, ids.shape[1] :], greedy(model, ids)[0][:, :room])
-    with pytest.raises(ValueError, match=f"reach {limit + 1} tokens, but beyond {limit}"):
+    with pytest.raises(ValueError, match=f"reach {limit + 1} tokens, but .* beyond {limit}"):
         plain.generate(ids, max_new_tokens=room + 1, method="ar")
 
 

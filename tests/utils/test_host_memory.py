@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import psutil
 import pytest
 
 from eagle_fsd.utils import host_memory as module
-from eagle_fsd.utils.host_memory import host_memory
+from eagle_fsd.utils.host_memory import host_memory, trim_heap
 
 
 def test_control_groups_limit_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,3 +32,15 @@ def test_control_groups_limit_memory(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 assert host_memory() == expected
             (folder / limit).write_text("max\n")
             assert host_memory().total == machine
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_freed_memory_between_blocks_in_use_is_returned() -> None:
+    blocks = [bytearray(60_000) for _ in range(2000)]
+    kept = blocks[::50]
+    del blocks
+    process = psutil.Process()
+    before = process.memory_info().rss
+    trim_heap()
+    assert before - process.memory_info().rss > 50_000_000
+    assert len(kept) == 40

@@ -6,6 +6,7 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pydantic
 import pytest
 from pydantic import AfterValidator, Field
@@ -35,6 +36,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"count": "2"}, "count must be an integer in [1, 4]; got '2'"),
     ({"count": math.nan}, "count must be an integer in [1, 4]; got nan"),
     ({"count": 10**400}, f"count must be an integer in [1, 4]; got 1{'0' * 400}"),
+    ({"count": np.ones((2, 1))}, "count must be an integer in [1, 4]; got array([[1.], [1.]])"),
     ({"share": 0.0}, "share must be a number in (0, 1]; got 0.0"),
     ({"share": math.nan}, "share must be a number in (0, 1]; got nan"),
     ({"seconds": -1}, "seconds must be a finite number of at least 0; got -1"),

@@ -46,10 +46,7 @@ class ClosingStream(StreamingResponse):
 def parted_response(
     body: bytes, media_type: str, headers: Mapping[str, str] | None = None
 ) -> StreamingResponse:
-    """Return a response that is written in parts, so that others can be sent in between.
-
-    Writing megabytes at once would block them while the transport copies the whole body.
-    """
+    """Return a response that is written in parts, so that others can be sent in between."""
 
     async def parts() -> AsyncIterator[bytes]:
         for begin in range(0, len(body), PART_BYTES):

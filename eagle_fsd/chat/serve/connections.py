@@ -41,7 +41,7 @@ MAX_CONNECTIONS = 2048
 MAX_FILES = 10_240 if sys.platform == "darwin" else 65_536
 #: How many connections are accepted before those over the maximum are closed.
 ACCEPT_BATCH = 16
-#: How many connections the system holds for a server that is busy.
+#: How many connections the system is asked to hold for a server that is busy.
 LISTEN_BACKLOG = 2048
 #: How many records each log statement may write in a period of that many seconds.
 LOG_RECORDS, LOG_PERIOD = 10, 60.0
@@ -156,7 +156,8 @@ class BoundedProtocol(H11Protocol):
     """A connection that is closed if its client neither sends a request nor reads the response.
 
     Over the maximum number of connections, the one is closed that has waited longest for its
-    client; if all others are busy, the newest of the client that has the most.
+    client; if all others are busy, the newest of the client that has the most, or else the new one
+    if no client has several.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -192,7 +193,7 @@ class BoundedProtocol(H11Protocol):
         self._wait_for_client()
 
     def send_400_response(self, msg: str) -> None:
-        # An application that already handles the request's valid beginning must not answer it.
+        # The application may already handle, or even answer, the valid beginning of the request.
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:

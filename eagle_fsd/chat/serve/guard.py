@@ -61,9 +61,9 @@ class Access:
     """Who may use a server.
 
     ``hosts`` are names of the server, beside those of this machine, that requests may have in their
-    ``Host`` header. If there are ``keys``, every request must send one of them: as a bearer token,
-    or as the password of any user; only ``/health``, ``/ready`` and the files of a ``page`` need
-    none. ``origins`` are other sites whose web pages may send requests.
+    ``Host`` header. If there are ``keys``, requests must send one of them: as a bearer token, or as
+    the password of any user; ``/health``, ``/ready``, the files of a ``page`` and preflight
+    requests need none. ``origins`` are other sites whose web pages may send requests.
     """
 
     hosts: tuple[str, ...] = ()
@@ -184,7 +184,7 @@ class Guard:
         return address.is_loopback or (server is not None and str(address) == server[0])
 
     def _key(self, headers: Mapping[bytes, bytes]) -> str | None:
-        """Return the key of the request, or None, in a time that does not depend on its value."""
+        """Return the key of the request, or None; keys are compared in constant time."""
         scheme, _, value = headers.get(b"authorization", b"").partition(b" ")
         value = value.strip()
         if scheme.lower() == b"basic":

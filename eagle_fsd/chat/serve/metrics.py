@@ -21,7 +21,7 @@ TAU_BUCKETS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 10, 12)
 class ServerMetrics:
     """Metrics of one server, in a separate registry.
 
-    Tokens and steps are counted when an answer ends. tau of the answers that ended in a period is
+    Tokens and steps are counted when an answer ends or is cancelled. tau of these answers is
     ``eagle_fsd_tokens_total / eagle_fsd_steps_total`` (summed over origins), and the fraction of
     their fuzzy tokens ``eagle_fsd_tokens_total{origin="fuzzy"}`` over that sum.
 

@@ -1,8 +1,7 @@
 """OpenAI's formats: request models, response bodies and errors.
 
-Requests have the parameters of OpenAI's API that are supported, and this project's own. Types are
-strict and other parameters are rejected, so that none is ignored silently. Of the parameters that
-are not supported, those are declared that some clients send with a value that has no effect. Null
+Requests have the parameters of OpenAI's API that are supported, others that clients send and that
+have no effect, and this project's own. Types are strict, and unknown parameters are rejected. Null
 is the same as absent.
 """
 
@@ -181,7 +180,7 @@ class StreamOptions(Body):
     include_usage: bool = Field(default=False, description="End the stream with the usage.")
     include_obfuscation: Literal[False] = False
     include_tokens: bool = Field(
-        default=False, description="Report tokens, usage and speed with each chunk."
+        default=False, description="Report new tokens, usage and speed in chunks."
     )
 
 
@@ -405,7 +404,7 @@ class TokenizeRequest(Body):
     model: str = ""
     prompt: str = ""
     messages: Annotated[list[Message], FailFast()] = Field(default=[], description="A chat.")
-    add_special_tokens: bool = Field(default=True, description="Not for a chat.")
+    add_special_tokens: bool = Field(default=True, description="In a prompt, not in a chat.")
     add_generation_prompt: Literal[True] = True
 
     @model_validator(mode="after")

@@ -84,7 +84,7 @@ class FSDWorker:
             return None
 
     async def count_token(self, params: dict[str, Any], client: str) -> dict[str, Any]:
-        """Count the tokens of a prompt after applying the chat template.
+        """Count the tokens of a raw prompt or of an encoded chat.
 
         The reply to an invalid request holds the error; its count is the context length if the
         prompt does not fit, else 0.

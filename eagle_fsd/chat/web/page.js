@@ -1,8 +1,8 @@
 // The chat is kept here and decoded through the API. Text is only ever inserted as text nodes.
 const LEGEND = {
   exact: "drafted, and the target's own choice",
-  fuzzy: "drafted and accepted, not the target's own choice",
-  target: "chosen by the target, not drafted",
+  fuzzy: "accepted, but not the target's own choice",
+  target: "the target's own choice after the accepted tokens",
 };
 const STATUSES = { length: "Reached max new tokens", stopped: "Stopped", failed: "Failed" };
 const DIVERGENCES = { js: "Jensen-Shannon", kl: "Kullback-Leibler", tv: "total variation" };
@@ -87,7 +87,7 @@ const askForKey = () => {
 const request = async (path, options = {}) => {
   const key = sessionStorage.getItem(KEY);
   const headers = { "Content-Type": "application/json" };
-  // Other characters cannot be sent; without the header, the server asks for a key.
+  // Browsers reject some other characters; without the header, the server asks for a key.
   if (key && /^[\x20-\x7e]+$/.test(key)) headers.Authorization = `Bearer ${key}`;
   const response = await fetch(path, { ...options, headers });
   if (response.ok) return response;
@@ -428,7 +428,7 @@ const measureBaseline = async (answer, body, signal, active) => {
   if (active()) showStats(answer.usage, baseline.usage);
 };
 
-// Decode a message, or else the last question, both exactly and with FSD.
+// Decode a message, or else the last question, both exactly and as the controls say.
 const compare = async () => {
   const again = !box.value.trim() && exchanges.length > 0;
   const earlier = again ? exchanges.slice(0, -1) : exchanges;
@@ -495,7 +495,7 @@ const describeDifference = (left, right, sampled) => {
   } else {
     return `${text}No difference so far.`;
   }
-  if (sampled) text += " With a temperature above 0, sampling alone also causes differences.";
+  if (sampled) text += " With a temperature above 0, sampling alone may also cause differences.";
   return text;
 };
 
@@ -513,7 +513,7 @@ const clear = () => {
   announce("");
 };
 
-// Everything that is known about an answer, as a file.
+// An answer with its prompt, settings and statistics, as a file.
 const exportLink = (answer, body) => {
   const { messages, model, stream, stream_options, logprobs, top_logprobs, ...chosen } = body;
   const values = {
@@ -704,7 +704,7 @@ box.addEventListener("keydown", (event) => {
 });
 find("#fsd-controls").addEventListener("change", showThreshold);
 
-// The back/forward cache would keep the connection of a page that was left.
+// The back/forward cache may keep the connection of a page that was left.
 window.addEventListener("pagehide", () => work?.abort());
 
 const load = async () => {

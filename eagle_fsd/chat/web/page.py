@@ -70,7 +70,7 @@ def page_settings(
     """
     acceptance = backend.default_acceptance
     if options.temperature > MAX_TEMPERATURE:
-        message = f"temperature must be at most {MAX_TEMPERATURE:g} for the page"
+        message = f"--temperature must be at most {MAX_TEMPERATURE:g} for the page"
         raise OptionsError(f"{message}; got {options.temperature:g}")
     return {
         "model": backend.names[0],
@@ -84,7 +84,7 @@ def page_settings(
 
 
 def _control(name: str, backend: LocalBackend, options: AnswerOptions) -> dict[str, Any]:
-    """Describe the slider or drop-down list of an option, within the bounds of model and server."""
+    """Describe an option's slider or drop-down list, within the bounds of option and server."""
     acceptance = backend.default_acceptance
     is_acceptance = name in ACCEPTANCE_CONTROLS
     owner: Options = acceptance if is_acceptance else options

@@ -4,7 +4,7 @@ vLLM loads plugins before it reads its configuration, so its classes are extende
 configuration with settings is checked when it is made, in the first process; a worker extends its
 model runner, whose rejection sampler takes the rule when it is made (Model Runner V1) or when the
 model has been loaded (V2). What another version of vLLM may lack is imported only where it is used:
-there, settings are refused, and without settings nothing changes.
+with such a version, settings are refused, and without settings nothing changes.
 """
 
 from __future__ import annotations

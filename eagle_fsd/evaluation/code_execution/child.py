@@ -20,8 +20,8 @@ import sys
 import types
 from ast import literal_eval
 
-#: Maximum length of a message, in characters.
-MAX_MESSAGE = 1 << 24
+#: Maximum length of a reply, in characters.
+MAX_REPLY = 1 << 24
 #: Maximum length of the reason of a failure, in characters.
 MAX_REASON = 300
 
@@ -67,7 +67,7 @@ def encode(value):
     """Write a value as a literal for :func:`ast.literal_eval`, in one line of ASCII.
 
     Instances of subclasses of built-in types become plain, and other numbers floats if these are
-    equal. Raises TypeError or ValueError for a value without a literal.
+    equal. Raises an exception for a value without a literal, such as a list that contains itself.
     """
     if value is None or isinstance(value, bool):
         return repr(value)
@@ -135,7 +135,7 @@ def run_answer(requests, replies):
 def receive(replies):
     """Read the kind and the content of a reply, or raise AnswerError if it is not valid."""
     try:
-        line = replies.readline(MAX_MESSAGE)
+        line = replies.readline(MAX_REPLY)
         if not line:
             raise AnswerError("the process of the answer ended")
         kind, content = literal_eval(line)

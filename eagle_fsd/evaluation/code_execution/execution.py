@@ -48,8 +48,8 @@ def use_sandbox(unsafe: bool) -> bool:
         )
         if not unsafe:
             raise OptionsError(
-                f"{text} Install bubblewrap, or add --unsafe to run the code anyway, for instance"
-                " in a container"
+                f"{text} Install or permit bubblewrap, or add --unsafe to run the code anyway, for"
+                " instance in a container"
             ) from error
         log.warning("%s", text)
         return False
@@ -61,8 +61,8 @@ def run_program(program: Program, sandboxed: bool = True, seconds: float = 10.0)
 
     The process of the answer receives its code and the arguments of each call, and sends the
     results. The process of the tests compares them and decides. Arguments and results are sent as
-    literals of built-in types. ``seconds`` limits wall-clock and CPU time. Without a sandbox, only
-    the limits on time, memory and files apply.
+    literals of built-in types. ``seconds`` limits wall-clock and CPU time. For what applies without
+    a sandbox, see :func:`~eagle_fsd.evaluation.code_execution.sandbox.start_child`.
     """
     limits = max(1, round(seconds)), _MAX_MEGABYTES
     with (

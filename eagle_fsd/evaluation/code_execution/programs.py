@@ -18,7 +18,7 @@ _BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _CODE_START = re.compile(r"^(?:(?:from|import|def|async def|class|@\w+)\b|\w+ = )", re.MULTILINE)
-#: Maximum number of definitions outside blocks, and of first lines of code for each, to try.
+#: Maximum number of definitions in a text, and of first lines of code for each, to try.
 _MAX_STARTS = 20
 
 #: Names by which programs read their input.
@@ -36,8 +36,8 @@ def strip_reasoning(answer: str) -> str:
 class Program:
     """The code of an answer, and the tests that it must pass."""
 
-    code: str  # defines the function; invalid where the answer contains no code
-    tests: str  # defines ``check(function)``, which raises an exception, and the question's helpers
+    code: str  # should define the function; may be invalid
+    tests: str  # defines ``check(function)``, which raises on failure, and the question's helpers
     entry_point: str  # name of the function
 
 
@@ -45,9 +45,9 @@ def build_program(question: Question, answer: str) -> Program:
     """Extract the code of an answer, and add the question's tests.
 
     The last code block that defines the requested function is used, with the definitions it needs
-    from other blocks. If there is no such block, the whole text is searched for the function.
-    Otherwise the code is taken as the function's body, whose indentation may be missing. If code is
-    cut off or followed by prose, the longest part that parses is used. After the function, only
+    from other blocks. If there is no such block, the whole text is searched for the function. If it
+    is not there, the code is taken as its body, whose indentation may be missing. If code is cut
+    off or followed by prose, the longest part that parses is used. After the function, only
     definitions and values are kept, not main guards and calls. The question's own imports and
     definitions come first.
 
@@ -108,7 +108,7 @@ def _defined_names(*nodes: ast.stmt) -> set[str]:
             targets += node.targets
         elif isinstance(node, ast.AnnAssign):
             targets.append(node.target)
-    return names | {target.id for target in targets if isinstance(target, ast.Name)}
+    return names.union(*map(_stored_names, targets))
 
 
 def _imported_names(*nodes: ast.stmt) -> set[str]:
@@ -123,8 +123,8 @@ def _used_names(*nodes: ast.stmt) -> set[str]:
     return {item.id for node in nodes for item in ast.walk(node) if isinstance(item, ast.Name)}
 
 
-def _stored_names(node: ast.stmt) -> set[str]:
-    """Return the names that a statement assigns to."""
+def _stored_names(node: ast.AST) -> set[str]:
+    """Return the names that a statement or a target assigns to."""
     names = (item for item in ast.walk(node) if isinstance(item, ast.Name))
     return {item.id for item in names if isinstance(item.ctx, ast.Store)}
 

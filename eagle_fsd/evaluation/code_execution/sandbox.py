@@ -106,9 +106,9 @@ def start_child(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run ``child.py`` in a process, and kill it and its descendants in the end.
 
-    ``limits`` are CPU seconds and MiB of address space. Without a sandbox, only these and limits on
-    files apply, and descendants that have changed their process group survive. ``descriptors`` are
-    inherited and passed as the last arguments.
+    ``limits`` are CPU seconds and, except on macOS, MiB of address space. Without a sandbox, only
+    these and limits on files apply, and descendants that have changed their process group survive.
+    ``descriptors`` are inherited and passed as the last arguments.
     """
     uid, threads, inherited = 0, 0, list(descriptors)
     with contextlib.ExitStack() as stack:

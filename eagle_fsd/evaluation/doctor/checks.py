@@ -26,11 +26,10 @@ from eagle_fsd.model.target import LAST, Target
 from eagle_fsd.utils.chat_templates import encode_prompt
 from eagle_fsd.utils.errors import is_out_of_memory
 
-#: A change must raise a mean by this many standard errors.
+#: A mean must change by this many standard errors.
 MIN_ERRORS = 3.0
 #: A vocabulary map estimated from the answers must reach this agreement and raise it by this much.
-#: Such a map also learns what the answers repeat, and drafters that know only the previous token
-#: stay below the first value.
+#: Such a map also learns what the answers repeat.
 MIN_ESTIMATED, MIN_ESTIMATED_GAIN = 0.4, 0.2
 #: Another chat template must raise tau by this share.
 MIN_TAU_GAIN = 0.15
@@ -39,7 +38,7 @@ MIN_TAU_GAIN = 0.15
 CHANCE_MARGIN, LOW_AGREEMENT = 0.1, 0.5
 #: A draft vocabulary should cover this share of the answers.
 MIN_COVERAGE = 0.9
-#: Deeper trees help if more than this share of the steps accepts a whole path.
+#: Larger trees are recommended if more than this share of the steps accepts a longest path.
 MAX_FULL_STEPS = 0.3
 #: Drafts after drafts should be accepted this often, relative to drafts after the target's tokens.
 MIN_DEEP_RATIO = 0.75
@@ -57,7 +56,7 @@ MIN_COUNT = 50
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check: a ``problem`` must be repaired, a ``note`` explains a low tau."""
+    """The result of a check: a ``problem`` must be repaired, a ``note`` may explain a low tau."""
 
     check: str
     level: Literal["ok", "note", "problem"]
@@ -104,7 +103,7 @@ def _damage(agreement: Agreement, dtype: str) -> Finding:
         evidence += f", as are values of {', '.join(list(weights)[:3])}"
     step = "replace the drafter's files: its weights are damaged, or far too large"
     if drafter.dtype != torch.float32 and not any(item.isnan().any() for item in weights.values()):
-        step = f"pass --dtype float32 or bfloat16; if that does not help, {step}"
+        step = f"pass another --dtype, such as float32; if that does not help, {step}"
     return Finding("dtype", "problem", evidence, step)
 
 
@@ -170,7 +169,7 @@ def check_template(measured: Measurements) -> Finding:
     )
     if fmean(best) - fmean(before) > max(MIN_TAU_GAIN * fmean(before), MIN_ERRORS * error):
         return Finding("chat template", "problem", evidence, step)
-    step = "check the chat_template of the target's tokenizer, or pass --conv-template"
+    step = "try another --conv-template, or check the chat_template of the target's tokenizer"
     return Finding.note(bool(unknown), "chat template", evidence, step)
 
 
@@ -181,7 +180,7 @@ def _variety(answers: Sequence[MeasuredAnswer]) -> float:
 
 
 def _target(agreement: Agreement) -> Finding:
-    """Check whether the drafter knows the target."""
+    """Check whether the agreement is above chance, and not low."""
     share = agreement.mean
     evidence = f"agreement {share:.1%}, of a constant prediction {agreement.chance:.1%}"
     if share <= agreement.chance + CHANCE_MARGIN:
@@ -247,7 +246,7 @@ def check_gate(measured: Measurements) -> list[Finding]:
 
 
 def check_tree(measured: Measurements) -> Finding:
-    """Check whether the depth of the trees limits tau."""
+    """Check whether the depth or the size of the trees limits tau."""
     depth, nodes = measured.model.tree.depth, measured.model.tree.total_tokens
     longest = min(depth + 1, nodes - 1)
     full = fmean([length == longest + 1 for length in complete_steps(measured.short)])

@@ -66,10 +66,7 @@ class Measurements:
 
     @cached_property
     def chains(self) -> list[MeasuredAnswer]:
-        """Answers to the questions, drafted as chains; none unless the drafter is a head.
-
-        Other drafters may propose chains that are shorter than the tree allows.
-        """
+        """Answers to the questions, drafted as chains; none unless the drafter is a head."""
         if not isinstance(self.model.drafter, DraftHead):
             return []
         depth = self.model.tree.depth
@@ -137,7 +134,7 @@ class Measurements:
 
     @cached_property
     def agreement(self) -> Agreement | None:
-        """The drafter's predictions; None if it is not a network."""
+        """The drafter's agreement with the target; None if it is not a network."""
         drafter = self.model.drafter
         if not isinstance(drafter, LevelDrafter):
             return None

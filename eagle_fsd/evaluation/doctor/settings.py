@@ -27,9 +27,9 @@ Alternatives = Iterable[tuple[str, Sequence[Change]]]
 MIN_GAIN, MIN_READS_GAIN = 0.03, 0.005
 #: Bases of the rotary embedding in published models.
 THETAS = (10_000.0, 500_000.0, 1_000_000.0, 10_000_000.0)
-#: Offsets between conventions for the layer ids of EAGLE-3 heads, and one beyond them.
+#: Offsets to try of the layer ids of EAGLE-3 heads, which conventions number differently.
 SHIFTS = (-2, -1, 1, 2)
-#: Number of orders of an EAGLE-3 head's hidden states to try, enough for all orders of three.
+#: Maximum number of orders of an EAGLE-3 head's hidden states, its own included: all of three.
 MAX_ORDERS = 6
 
 
@@ -39,7 +39,7 @@ class DrafterSetting:
 
     check: str
     value: str
-    step: str  # what to do if an alternative fits better, with {} in its place
+    step: str  # what to do if an alternative fits better; {} stands for its description
     alternatives: Alternatives
     min_gain: float = MIN_GAIN  # by how much an alternative must raise the agreement
 
@@ -173,7 +173,7 @@ def _other_ropes(
     own: dict[str, Any],
     target: dict[str, Any],
 ) -> Alternatives:
-    """Try the bases of published models, and the target's RoPE."""
+    """Try unscaled RoPE with the bases of published models and its own, and the target's RoPE."""
     partial = "partial_rotary_factor"  # a property of the layers
     if target.get("rope_type") == "longrope" and target.get(partial, 1.0) != own.get(partial, 1.0):
         target = {}  # its factors belong to the pairs that the target rotates

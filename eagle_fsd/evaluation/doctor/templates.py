@@ -71,7 +71,7 @@ def candidate_templates(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, C
 
 def unknown_markers(template: ChatTemplate, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the markers, such as ``<|im_start|>``, that a template writes but no token encodes."""
-    text = template.render([{"role": "user", "content": ""}], add_generation_prompt=True)
+    text = template.render([{"role": "user", "content": "?"}], add_generation_prompt=True)
     vocabulary = tokenizer.get_vocab()
     markers = dict.fromkeys(_MARKER.findall(text))
     return [marker for marker in markers if marker not in vocabulary]

@@ -93,7 +93,7 @@ class JudgePrompts:
             name = "single-math-v1" if single else "pair-math-v1"
         if turn > 1:
             name += "-multi-turn"
-        # The templates for the second turn number their fields, those for the first do not.
+        # Templates for the first turn number only the reference, those for the second all fields.
         fields = {field: texts[0] for field, texts in turns.items()}
         for index in range(turn):
             fields |= {f"{field}_{index + 1}": texts[index] for field, texts in turns.items()}

@@ -51,7 +51,7 @@ class Format:
 
 
 class QuestionError(ValueError):
-    """A question file is invalid; the message names the file and the line or item."""
+    """A question file is invalid; the message names the file and, if known, the line or item."""
 
 
 def read_questions(path: str | Path, grader: Grader | None = None) -> list[Question]:

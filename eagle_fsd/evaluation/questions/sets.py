@@ -212,8 +212,8 @@ def _with_context(
 def interleaved(questions: Sequence[Question]) -> list[Question]:
     """Order questions so that any number of the first ones is spread over the categories.
 
-    The categories take turns, each with its next question, in a fixed order in which neighbors in
-    the file are far apart.
+    The categories take turns, each with its next question, in an order whose beginnings are spread
+    over the file.
     """
     categories = dict.fromkeys(question.category for question in questions)
     bits = len(categories).bit_length()

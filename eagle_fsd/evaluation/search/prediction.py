@@ -1,6 +1,6 @@
-"""Predict the speed of any tree from the accepted lengths of a few and the time of a few steps.
+"""Predict the speed of trees from the accepted lengths of a few and the time of a few steps.
 
-Accepted lengths are recorded with a few large trees, for all methods at once: answers are decoded
+Accepted lengths are recorded with a few trees, for all methods at once: answers are decoded
 exactly, and at every step each method verifies the same tree (:class:`ObservingRule`), as if the
 tokens before were the exact ones.
 
@@ -19,8 +19,7 @@ D * level(K)`` seconds: the target's pass with the rest of the step, and the dra
 first term is measured for several ``N`` and interpolated, the others for every ``K`` with two
 depths. The trees of all measured steps are full. The n-gram drafters propose nothing in many steps,
 which then cost as much as plain decoding, whatever ``N`` is, so :class:`FullTrees` takes their
-place. The predicted speed is then a lower bound: that of a drafter which always has something to
-propose.
+place, and the predicted speed is for steps that always have something to verify.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def max_emitted(tree: TreeConfig) -> int:
 
 
 def capacity(tree: TreeConfig) -> int:
-    """Return the number of nodes: ``total_tokens``, or fewer if depth or width limit it."""
+    """Return the nodes of a head's tree: ``total_tokens``, or fewer if depth or width limit it."""
     pool = 1 + (1 + tree.depth * tree.top_k) * tree.top_k
     return min(tree.total_tokens, pool)
 
@@ -198,13 +197,13 @@ WIDTHS = (1, 2, 4, 8)
 NODES = (4, 8, 16, 32, 48, 64)
 #: Nodes of the trees that show the cost of a level, and their two depths.
 LEVEL_NODES, DEPTHS = 16, (14, 46)
-#: Least number of seconds of a measurement's first run, without the first step; later runs take as
-#: many steps. Measurements of equal length are interrupted by other processes equally often.
+#: Seconds after which a measurement's first run ends, without the first step; later runs take as
+#: many steps.
 SECONDS = 0.05
 #: Untimed repetitions of a measurement before it, by type of device. On CUDA, steps run eagerly and
 #: are captured before they are replayed.
 WARM_UPS = {"cuda": EAGER_STEPS + 1}
-#: Tokens after which a measurement ends in any case.
+#: Maximum number of new tokens per prompt in a run.
 MAX_TOKENS = 4096
 #: Maximum number of rounds of measurements, and the seconds after which no further round starts.
 #: The minimum is used, because other processes only add time.

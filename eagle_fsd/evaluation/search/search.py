@@ -1,9 +1,9 @@
-"""Search for the fastest trees: predict the speed of all, then race the most promising ones.
+"""Search for the fastest trees: predict the speed of many, then race the most promising ones.
 
-In a race, every round doubles the number of prompts and drops the slower half of the candidates,
-until two are left for all prompts (successive halving; Jamieson and Talwalkar, arXiv 1502.07943).
-Candidates take turns prompt by prompt, or batch by batch, so that changes in the machine's speed
-affect all of them alike; their speeds are compared on the prompts that all of them answered.
+In a race, each round doubles the number of prompts and drops the slower half of the candidates; if
+only two are left, they answer all prompts (successive halving, arXiv 1502.07943). Candidates take
+turns prompt by prompt, or batch by batch, so that changes in the machine's speed affect all of them
+alike; their speeds are compared on the prompts that all of them answered.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ def plan_rounds(candidates: int, total: int) -> list[tuple[int, int]]:
 class TreeRace:
     """The trees of one method: ``predicted``, and those in ``trees`` that answered all prompts.
 
-    Both are sorted by speed. ``references`` are plain decoding (``"plain"``), and the best lossless
-    tree (``"exact"``).
+    Both are sorted by speed. ``references`` are plain decoding (``"plain"``) and, if it was raced
+    with these trees, the best lossless tree (``"exact"``).
     """
 
     method: Method
@@ -205,8 +205,8 @@ class TreeRace:
     @property
     def tree(self) -> TreeConfig:
         """The fastest tree; :data:`PLAIN_TREE` if plain decoding is at least as fast."""
-        best, plain = self.trees[0], self.references.get("plain")
-        is_slow = plain is not None and plain.tokens_per_second >= best.tokens_per_second
+        best, plain = self.trees[0], self.references["plain"]
+        is_slow = plain.tokens_per_second >= best.tokens_per_second
         return PLAIN_TREE if is_slow or best.tree.total_tokens == 1 else best.tree
 
 
@@ -225,7 +225,7 @@ class TreeSearch:
     costs: StepCosts | None = None
 
     def run(self) -> None:
-        """Predict the speed of every tree of each method, and race the best ones."""
+        """Predict the speeds of trees for each method, and race the best ones."""
         with self.progress("measuring steps") as advance:
             self.costs = measure_costs(self.workload, advance)
         predicted = self.predict()
@@ -319,9 +319,9 @@ def plan_trees(
 
     ``file`` keeps the plan, with which an interrupted run resumes: answers with other trees could
     not be resumed. Plans for other options in the file are kept, too. If ``compiled``, the steps of
-    the best trees are timed again with compiled passes, with which other trees are faster; this
-    leaves the workload's pair compiled. With ``last_race``, the best trees of exact decoding are
-    raced once more, alternating with the fastest of the methods.
+    the best trees are timed again with compiled passes; unless the plan is in the file, this leaves
+    the workload's pair compiled. With ``last_race``, the best trees of exact decoding are raced
+    once more, alternating with the fastest of the methods.
     """
     # Not .jsonl: FastChat reads every such file beside the answers as answers.
     recorder = LengthRecorder(workload, [EXACT, *methods], file.with_name(f"{file.stem}.lengths"))

@@ -53,7 +53,7 @@ class Workload:
         room = model.target.stable_length
         prompts = [prompt for prompt in encoded if len(prompt) < room]
         if not prompts:
-            raise ValueError(f"every prompt fills the target's context of {room} tokens")
+            raise ValueError(f"every prompt has at least {room} tokens, the target's maximum")
         return cls(model, prompts, config, answer_ends(model, template))
 
     @property

@@ -10,7 +10,7 @@ if ``x = s`` or if
 :class:`FuzzyRule`           ``Div(p, q) < T`` (and ``p(x) >= r max p``)
 :class:`TypicalRule`         ``p(x) > min(epsilon, delta exp(-H(p)))`` (Medusa)
 :class:`TopKRule`            ``x`` among the ``top`` likeliest, and ``p(x) >= max p - gap``
-                             (TensorRT-LLM) or ``p(x) >= ratio max p`` (vLLM, speculators)
+                             (TensorRT-LLM) or ``p(x) >= ratio max p`` (speculators)
 :class:`MarginRule`          ``x`` among the two likeliest, and the ratio of the two largest logits
                              above ``ratio`` (MARS)
 :class:`CascadeRule`         ``max q >= max p - alpha TV(p, q)`` and ``x`` is the draft's own choice
@@ -31,8 +31,8 @@ of log-probability per answer, to what follows its first tokens, and to position
 markers.
 
 Subclasses of :class:`DrawnRule` raise the probabilities of drafted tokens and reuse the random
-number behind ``s``, so a rule that raises nothing accepts only ``s``. At temperature 0 they accept
-a token if its raised probability reaches ``max p``.
+number behind ``s``. At temperature 0 they accept a token if its raised probability reaches
+``max p``.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ class WrappedRule(AcceptanceRule):
 class LimitedRule(WrappedRule):
     """Limit the log-probability that one answer may lose to fuzzy tokens.
 
-    Every fuzzy token costs its regret, ``max log p - log p(x)``. A path is accepted if its fuzzy
-    tokens and those emitted before cost at most ``max_nats``. With
+    Every fuzzy token costs its regret, ``max log p - log p(x)``. A path is accepted if some of
+    ``max_nats`` is left and its fuzzy tokens cost no more than that. With
     :class:`~eagle_fsd.model.acceptance.RegretRule` this is approximate speculative decoding
     (arXiv 2608.03447). Its limit on the number of exceptions per block is not included.
 
@@ -99,7 +99,8 @@ class LimitedRule(WrappedRule):
     def __post_init__(self) -> None:
         if self.rule.replaces_samples:
             raise ValueError(
-                f"{type(self.rule).__name__} replaces the target's samples, whose cost has no limit"
+                f"max_nats (option max_fuzzy_nats) cannot limit {type(self.rule).__name__}, which"
+                " replaces the target's samples"
             )
 
     judges_paths = True
@@ -139,8 +140,6 @@ class PartialRule(WrappedRule, ABC):
 class DelayedRule(PartialRule):
     """Apply a rule after the first tokens of an answer.
 
-    Those decide how an instruction is understood, and the language and format of the answer.
-
     Attributes:
         exact_first: Number of tokens of every answer that are decoded exactly.
     """
@@ -158,9 +157,9 @@ class DelayedRule(PartialRule):
 class PhaseRule(PartialRule):
     """Apply a rule between two markers only, for instance ``<think>`` and ``</think>``.
 
-    vLLM's and TensorRT-LLM's relaxed acceptance is restricted in this way. Elsewhere decoding is
-    exact. Markers count wherever they are: in the prompt, in the emitted tokens, and on the path to
-    a node.
+    TensorRT-LLM's relaxed acceptance is restricted in this way. Elsewhere decoding is exact.
+    Markers count wherever they are: in the prompt, in the emitted tokens, and on the path to a
+    node.
 
     Attributes:
         begin: Token that begins the phase; None if every answer begins in it, whatever its prompt.

@@ -109,15 +109,15 @@ class DraftModel(LevelDrafter):
             check_target(self._inner)
         return (AdaptiveState if self.adapts else LevelState)(self, tree, draw)
 
-    def check_length(self, max_length: int) -> None:
-        """Warn about sequences beyond the stable length; see :meth:`LevelDrafter.check_length`."""
+    def check_length(self, length: int) -> None:
+        """Warn about prompts beyond the stable length; see :meth:`LevelDrafter.check_length`."""
         limit = self._inner.stable_length
-        if max_length > limit:
+        if length > limit:
             log.warning(
-                "the draft model drafts well up to %d tokens, and rows may reach %d: beyond"
-                " that, fewer tokens are accepted",
+                "a prompt of %d tokens exceeds the draft model's context of %d tokens, so fewer"
+                " drafted tokens are likely to be accepted",
+                length,
                 limit,
-                max_length,
             )
 
     def encode(
@@ -139,8 +139,7 @@ class AdaptiveState(LevelState):
     """A state that chooses the depth of every tree, at most that of its ``TreeConfig``.
 
     As in Hugging Face's ``heuristic`` schedule, the next tree is two levels deeper for every row
-    that accepted a path of full depth, and one level shallower for every other, on average. Ending
-    a draft by its own probabilities would make the host wait for every level.
+    that accepted a path of full depth, and one level shallower for every other, on average.
     """
 
     waits = True
@@ -175,7 +174,7 @@ def load_draft_model(name: str | Path, target: Target, token: str | None = None)
 
 
 def _check_tokenizers(name: str, target: str, token: str | None) -> None:
-    """Raise ``ValueError`` if both tokenizers can be loaded and differ, except for added tokens."""
+    """Raise ``ValueError`` if both vocabularies can be loaded and differ beyond added tokens."""
     vocabularies = []
     for model in (name, target):
         try:

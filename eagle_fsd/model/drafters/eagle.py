@@ -42,15 +42,14 @@ class EagleHead(DraftHead):
         dtype: Data type of the weights.
 
     Raises:
-        ValueError: The family's decoder layers do not have the interface of Llama's.
+        ValueError: The layer cannot be built, or does not have the interface of Llama's.
     """
 
     reads = (LAST,)
     projects = True
     #: The draft vocabulary ``[D]``, the most frequent token first; None for all tokens.
     ranked_tokens: Tensor | None
-    # The rows of the output projection that belong to token_ids. They are buffers, because CUDA
-    # graphs, which read them, are valid as long as a module's parameters and buffers stay in place.
+    # The rows of the output projection that belong to token_ids.
     _row_weights: Tensor | None
     _row_bias: Tensor | None
 
@@ -73,8 +72,8 @@ class EagleHead(DraftHead):
                 self._try_layer()
         except Exception as error:
             raise ValueError(
-                f"cannot build an EAGLE head for {config.model_type}: its decoder layers do not"
-                f" have the interface of Llama's ({type(error).__name__}: {one_line(error)})"
+                f"cannot build an EAGLE head for {config.model_type}; it needs a decoder layer with"
+                f" the interface of Llama's ({type(error).__name__}: {one_line(error)})"
             ) from error
 
     def _build(self, bias: bool, dtype: torch.dtype) -> None:

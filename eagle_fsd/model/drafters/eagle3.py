@@ -1,7 +1,7 @@
 """The EAGLE-3 and EAGLE-3.1 draft heads (arXiv 2503.01840).
 
-With ``h`` three of the target's hidden states before an accepted token, or with the head's own
-output ``z`` before a drafted token, both at the position before the token::
+With ``h`` some of the target's hidden states before an accepted token, usually three, or with the
+head's own output ``z`` before a drafted token, both at the position before the token::
 
     x = fc(cat(h_low, h_mid, h_high))                       # accepted tokens
     x = z                                                   # drafted tokens
@@ -277,7 +277,7 @@ def default_reads(layers: int) -> tuple[int, ...]:
 
 
 def layer_config(config: PreTrainedConfig) -> LlamaConfig:
-    """Configure a head of one Llama layer, which every engine reads, for a target."""
+    """Configure a head of one Llama layer for a target."""
     rope = getattr(config, "rope_parameters", None) or {}
     rope = dict(rope.get("full_attention") or rope)
     # Layers of Llama rotate the whole attention head.

@@ -36,7 +36,7 @@ class DraftHead(nn.Module, LevelDrafter):
     fc: nn.Linear
     layers: nn.ModuleList
     rotary: nn.Module
-    plain: bool = False  # whether passes with a cache call `_run_plain`
+    plain: bool = False  # whether `encode` calls `_run_plain`
     groups: int  # query heads per key head that masks are folded for, see `attention`
 
     def __init__(self, config: PreTrainedConfig, target_hidden_size: int) -> None:

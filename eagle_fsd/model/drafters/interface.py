@@ -43,13 +43,13 @@ class DraftState(ABC):
         return
 
     def renew(self, tree: TreeConfig) -> None:
-        """Forget what follows from the network, which has changed, and :meth:`use` a tree."""
+        """Forget what follows from the network, which may have changed; :meth:`use` a tree."""
         self.use(tree)
 
     def reserve(self, rows: int, max_length: int, cache: TreeCache | None) -> None:
-        """Make room for more rows, without changing those that there are; by default, nothing.
+        """Make room for more or longer rows, keeping those that there are; by default, nothing.
 
-        Rows have at most ``max_length`` tokens, prompt included, and ``cache`` has at least
+        Steps begin with at most ``max_length`` tokens per row, and ``cache`` has at least
         :meth:`Drafter.cache_length` slots and the contents of the one before; None if that is 0.
         """
         return
@@ -182,7 +182,7 @@ class Drafter(ABC):
     def cache_length(self, max_length: int, tree: TreeConfig) -> int:
         """Return the number of slots that the drafter's cache needs per row; 0 for no cache.
 
-        Rows have at most ``max_length`` tokens, prompt included, and trees have the shape ``tree``.
+        Steps begin with at most ``max_length`` tokens per row, and trees have the shape ``tree``.
         """
         return 0
 

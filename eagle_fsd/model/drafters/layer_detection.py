@@ -1,7 +1,7 @@
 """Find out which of the target's hidden states an EAGLE-3 head was trained on.
 
 Checkpoints number the layers in two ways, one apart (see :mod:`eagle_fsd.model.eagle3_checkpoint`).
-A head that reads the wrong states still decodes correctly, but few of its tokens are accepted.
+Of a head that reads the wrong states, fewer tokens are accepted.
 
 Shape letters: ``S`` tokens of a text, ``C`` candidates, ``n`` positions.
 """
@@ -19,7 +19,7 @@ from eagle_fsd.model.target import Target
 
 #: Number and length of the texts that :func:`sample_texts` generates.
 TEXTS, TEXT_LENGTH = 8, 48
-#: Parameters up to which a target on a CPU generates them in seconds.
+#: Maximum number of parameters of a target that generates them on a CPU.
 MAX_CPU_PARAMETERS = 10**9
 
 
@@ -66,9 +66,9 @@ def _hits(
 
 
 def is_cheap(target: Target) -> bool:
-    """Whether :func:`sample_texts` takes seconds at most."""
+    """Whether a target can generate, and is on an accelerator or small."""
     parameters = list(target.model.parameters())
-    if any(parameter.is_meta for parameter in parameters):  # it cannot generate
+    if any(parameter.is_meta for parameter in parameters):
         return False
     size = sum(parameter.numel() for parameter in parameters)
     return target.device.type != "cpu" or size <= MAX_CPU_PARAMETERS

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 class LevelDrafter(Drafter):
     """A network with a key-value cache that expands a tree level by level, as in EAGLE-2.
 
-    Its cache holds one entry per token of a row: a draft head's is a pair of a feature and the
-    token after it, a draft model's is a token. ``token_ids`` ``[D]`` are the target's tokens for
-    those of the network's vocabulary; None if they are the same.
+    An entry of its cache is, for a draft head, a pair of a feature and the token after it, for a
+    draft model, a token. ``token_ids`` ``[D]`` are the target's tokens for those of the network's
+    vocabulary; None if they are the same.
     """
 
     token_ids: Tensor | None = None
@@ -101,8 +101,8 @@ class LevelDrafter(Drafter):
     def log_probs(self, hidden: Tensor) -> Tensor:
         """Return float32 log-probabilities ``[..., D]`` of the next token, for ``[..., H]``."""
 
-    def check_length(self, max_length: int) -> None:
-        """Check the maximum number of tokens in a row, prompt included; by default, any is fine."""
+    def check_length(self, length: int) -> None:
+        """Check the number of tokens of a prompt; by default, any is fine."""
         return
 
     def max_nodes(self, tree: TreeConfig) -> int:
@@ -163,7 +163,6 @@ class LevelState(DraftState):
 
     def reserve(self, rows: int, max_length: int, cache: TreeCache | None) -> None:
         assert cache is not None
-        self.drafter.check_length(max_length)
         self.cache = cache
         # The network may have moved, or have another data type.
         *integers, features = (item.to(self.drafter.device) for item in self._rows)
@@ -181,6 +180,7 @@ class LevelState(DraftState):
         self.pending_features = features  # [B, A, F]
 
     def admit(self, first: int, prompts: Sequence[Sequence[int]]) -> None:
+        self.drafter.check_length(max(map(len, prompts)))
         own = slice(first, first + len(prompts))
         last, lengths, pending, tokens, features = (item[own] for item in self._rows)
         last.copy_(upload([len(prompt) - 2 for prompt in prompts], last.device))

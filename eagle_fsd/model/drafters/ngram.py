@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from eagle_fsd.model.random_numbers import RandomNumbers
     from eagle_fsd.model.target import Target
 
-#: Maximum number of tokens in ``q``, the most frequent ones, and of children of a node.
+#: Maximum number of tokens in ``q``, and of children of a node.
 MAX_FOLLOWERS = 32
 #: Maximum number of earlier occurrences in a look-up, the latest ones.
 MAX_OCCURRENCES = 64
@@ -67,10 +67,10 @@ class _CountingDrafter(Drafter):
 class NGramDrafter(_CountingDrafter):
     """Prompt lookup: propose what followed earlier occurrences of a row's last tokens.
 
-    The earlier occurrences of the longest possible match are looked up in the row's own tokens,
-    prompt and answer. Their continuations, merged into a tree, are the draft. Follows prompt
-    lookup decoding (Saxena, 2023, https://github.com/apoorvumang/prompt-lookup-decoding), which
-    drafts the continuation of one occurrence.
+    The earlier occurrences of the longest match are looked up in the row's own tokens, prompt and
+    answer. Their continuations, merged into a tree, are the draft. Follows prompt lookup decoding
+    (Saxena, 2023, https://github.com/apoorvumang/prompt-lookup-decoding), which drafts the
+    continuation of one occurrence.
 
     Args:
         max_match: Number of last tokens beyond which a longer match is not preferred.
@@ -161,9 +161,8 @@ class AdaptiveNGramDrafter(_CountingDrafter):
     Monte Carlo tree search; here the table starts empty, and the most probable paths are found
     exactly.)
 
-    The table belongs to the drafter and grows over its calls, so with FSD (``T > 0``) an answer
-    depends on what was decoded before. At ``T = 0`` only the speed does. Use the drafter from one
-    thread at a time.
+    The table belongs to the drafter and grows over its calls, so unless decoding is lossless, an
+    answer depends on what was decoded before. Use the drafter from one thread at a time.
 
     Args:
         order: ``n`` of the longest n-grams, the predicted token included.
@@ -365,7 +364,6 @@ class _CountingState(DraftState):
                 row.append(token)
 
     def copy_rows(self, source: Sequence[int], target: Sequence[int]) -> None:
-        # A row that is overwritten itself moves.
-        read = [self.rows[row] if row in target else self.rows[row].copy() for row in source]
+        read = [self.rows[row].copy() for row in source]
         for row, copied in zip(target, read, strict=True):
             self.rows[row] = copied
