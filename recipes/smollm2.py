@@ -27,6 +27,7 @@ import logging
 import lzma
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -40,6 +41,7 @@ import torch
 from eagle_fsd.bundled import BUNDLED, SMOLLM2_HEADS
 from eagle_fsd.cli.console import progress
 from eagle_fsd.cli.train import WritingProgress
+from eagle_fsd.evaluation.calibration import QUESTIONS_FILE, TESTS_FILE
 from eagle_fsd.model.config import SETTINGS_FILE
 from eagle_fsd.model.gguf import locate_model
 from eagle_fsd.model.loading import load_tokenizer
@@ -338,15 +340,24 @@ class Recipe:
             options["--max-new-tokens"] = tokens // 2
         else:
             questions, count = file if file.exists() else "ifeval", self.scale.prompts
-            options |= {"--select-on": tuning, "--select-regret": MAX_REGRET}
-            options |= {"--max-drop": MAX_DROP, "--max-new-tokens": tokens, "--answer-batch": 16}
+            options |= {"--select-on": tuning, "--max-drop": MAX_DROP, "--max-new-tokens": tokens}
+            options["--answer-batch"] = 16
         if count is not None:
             options["--count"] = count
+        if command == "calibrate":
+            self._calibrate_regret(questions, options)
+            options["--select-regret"] = MAX_REGRET
         run_command(command, questions, options, "--install")
-        if command == "calibrate":  # once more, by a measure that needs no references
-            options |= {"--measure": "regret", "--max-regret": MAX_REGRET}
-            options["--out"] = self.work / f"regret-{name}"
-            run_command(command, questions, options)
+
+    def _calibrate_regret(self, questions: str | Path, options: Mapping[str, Any]) -> None:
+        """Calibrate by a measure that needs no references, whose answers are scored afterwards."""
+        scored = options["--out"]
+        folder = scored.with_name(scored.name.replace("calibrate", "regret"))
+        measure = {"--measure": "regret", "--max-regret": MAX_REGRET}
+        run_command("calibrate", questions, {**options, **measure, "--out": folder})
+        if not scored.exists():
+            fixed = shutil.ignore_patterns(QUESTIONS_FILE, TESTS_FILE)
+            shutil.copytree(folder, scored, ignore=fixed)
 
     def _tuning_questions(self) -> Path:
         lines = []

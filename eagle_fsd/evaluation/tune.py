@@ -62,7 +62,7 @@ class Tuning:
     settings: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the result as JSON values; times are in seconds."""
+        """Return the result, for ``json.dumps``; times are in seconds."""
         costs = self.search.costs
         return {
             "complete": self.settings is not None,
@@ -70,7 +70,7 @@ class Tuning:
             "costs": None if costs is None else asdict(costs),
             "methods": {item.method.name: race_values(item) for item in self.search.races},
             "batch": {
-                str(rows): {**asdict(found), "tree": found.tree.model_dump()}
+                rows: {**asdict(found), "tree": found.tree.model_dump()}
                 for rows, found in self.batch.items()
             },
             "settings": self.settings,

@@ -74,15 +74,19 @@ def fingerprint(model: nn.Module | Drafter) -> str:
 
 
 def configuration(model: nn.Module | Drafter) -> str:
-    """Hash what a model's output depends on besides its weights, in this environment.
+    """Hash what a model's output depends on besides its weights.
 
-    That is its configuration and, of a drafter, what it reads and the tokens that it drafts.
+    That is its configuration, its end tokens, whether its depth adapts and, of a drafter, what it
+    reads and drafts. Versions of transformers, whose defaults are left out, are not compared.
     """
     network = model.network if isinstance(model, Drafter) else model
     config = getattr(network, "config", None)
     values = {} if config is None else config.to_diff_dict()
     for name in ("_name_or_path", "dtype", "transformers_version"):
         values.pop(name, None)
+    generation = getattr(network, "generation_config", None)
+    for name in ("eos_token_id", "num_assistant_tokens_schedule"):
+        values[f"generation {name}"] = getattr(generation, name, None)
     tokens = getattr(model, "token_ids", None)
     drafter = [getattr(model, "reads", ()), repr(getattr(model, "flags", None))]
     drafter.append(None if tokens is None else tokens.tolist())

@@ -151,8 +151,10 @@ class EagleFSD:
             device_map: As in Hugging Face. Default: the GPU if there is one, else the CPU.
             settings: An ``fsd.json`` file with tree and acceptance options. Default: that in the
                 folder or repository ``drafter``; decoding is lossless if there is none.
-            tree: Shape of the draft tree, as an object or a dictionary; overrides ``settings``.
-            acceptance: Acceptance options, as ``tree``; overrides ``settings``.
+            tree: Shape of the draft tree, as an object or a dictionary, instead of that in
+                ``settings``. Fields that a dictionary lacks have :class:`TreeConfig`'s defaults.
+            acceptance: Acceptance options, as an object or a dictionary, instead of those in
+                ``settings``. Without a threshold or a rule, decoding is lossless.
             total_tokens: Overrides this field of the tree; not allowed together with ``tree``.
             depth: As ``total_tokens``.
             top_k: As ``total_tokens``.

@@ -51,8 +51,9 @@ log = logging.getLogger(__name__)
 
 #: Message whose place in a rendered chat shows what the template writes around messages.
 MARKER = "qzmarkerzq"
-#: Texts of at least so many bytes that compress by more than this factor repeat themselves.
-MAX_COMPRESSION, MIN_JUDGED_BYTES = 4.0, 200
+#: Texts with at least so many characters, and more than so many per compressed byte, are
+#: repetitive.
+MIN_JUDGED_LENGTH, MAX_COMPRESSION = 200, 4.0
 #: Messages whose sets of character sequences of this length overlap by this share (Jaccard) are
 #: near-duplicates. The share is estimated from minimal hashes, compared first in bands.
 SHINGLE, MAX_OVERLAP, HASHES, BANDS = 4, 0.7, 64, 16
@@ -229,9 +230,8 @@ def find_flaw(reply: TurnReply, message: str) -> str | None:
 
 def is_repetitive(text: str) -> bool:
     """Return whether a text repeats itself, judged by how well it compresses."""
-    content = text.encode()
-    ratio = len(content) / len(zlib.compress(content))
-    return len(content) >= MIN_JUDGED_BYTES and ratio > MAX_COMPRESSION
+    limit = MAX_COMPRESSION * len(zlib.compress(text.encode()))
+    return len(text) >= MIN_JUDGED_LENGTH and len(text) > limit
 
 
 class NearDuplicates:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -73,11 +74,14 @@ def test_headers_of_templates() -> None:
 
 
 def test_repetitions_and_near_duplicates() -> None:
+    draw = random.Random(0)
+    thai = ["".join(draw.choices("กขคงจชดตถทนบปพมยรลวสหอ", k=5)) for _ in range(300)]
     for text, expected in {
         "no " * 20: False,  # too short to judge
         "I am sorry, I do not know. " * 30: True,
         "你好。今天天气很好。" * 40: True,
         " ".join(map(str, range(500, 700))): False,
+        " ".join(draw.choices(thai, k=1200)): False,  # its bytes compress to a fifth
         user_header.__doc__ or "": False,
     }.items():
         assert is_repetitive(text) is expected, text

@@ -182,7 +182,7 @@ def _variety(answers: Sequence[MeasuredAnswer]) -> float:
 def _target(agreement: Agreement) -> Finding:
     """Check whether the agreement is above chance, and not low."""
     share = agreement.mean
-    evidence = f"agreement {share:.1%}, of a constant prediction {agreement.chance:.1%}"
+    evidence = f"agreement {share:.1%}, {agreement.chance:.1%} with a constant prediction"
     if share <= agreement.chance + CHANCE_MARGIN:
         step = (
             "train the drafter further, or use one that was trained for this target and tokenizer"

@@ -109,9 +109,10 @@ def fastest_first(runners: Iterable[Runner]) -> list[Runner]:
 def race(
     runners: Sequence[Runner], progress: Progress, keep: Collection[Runner] = ()
 ) -> list[Runner]:
-    """Return the candidates that answered all prompts, fastest first.
+    """Race candidates in rounds that each drop the slower half of them.
 
-    No round drops those to ``keep``, such as plain decoding.
+    Returns those that answered all prompts, fastest first. Those to ``keep``, such as plain
+    decoding, are never dropped.
     """
     rounds = plan_rounds(len(runners) - len(keep), runners[0].workload.groups)
     plan = [(first, size, count) for (first, _), (size, count) in pairwise([(0, 0), *rounds])]

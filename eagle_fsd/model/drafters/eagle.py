@@ -83,7 +83,7 @@ class EagleHead(DraftHead):
         self.groups = config_groups(layer_config)
         self.layers[0].input_layernorm = nn.Identity()
         # Families with a RoPE per layer type select it by name.
-        per_type = len(inspect.signature(self.rotary.forward).parameters) > 2
+        per_type = "layer_type" in inspect.signature(self.rotary.forward).parameters
         self._rotary_options = {"layer_type": "full_attention"} if per_type else {}
         # Without a mask, eager attention is not causal.
         self._needs_mask = layer_config._attn_implementation == "eager"
