@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 #: Maximum number of held-out chats whose prompts are decoded at each validation.
 MAX_DECODED_PROMPTS = 16
 #: Steps after which freed memory is returned to the system.
-TRIM_EVERY = 50
+TRIM_EVERY = 10
 
 #: Numbers of chats and tokens that were read, and their names in checkpoints. A chat counts once in
 #: every epoch; rejected ones could not be encoded, and of unused ones the loss covers no token.
