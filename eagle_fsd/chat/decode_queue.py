@@ -167,8 +167,8 @@ class DecodeQueue:
         self._closed = self._draining = False
         self._working_since: float | None = None  # when the current step or call began
         self._failures = 0  # in a row, since the last step that succeeded
-        # Only the decoding thread uses these. The batch keeps the caches of answers that ended: the
-        # next turn of a chat only adds its own tokens.
+        # Only the decoding thread changes these. The batch keeps the caches of answers that ended:
+        # the next turn of a chat only adds its own tokens.
         self._batch = model.batch(self.max_batch)
         self._rows: dict[Answer, _Row] = {}
         self._ended = 0  # answers

@@ -54,7 +54,7 @@ class LogitBias(LogitsProcessor):
     reads_prefix: ClassVar[bool] = False
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the biased logits ``[B, V]``."""
+        """Return the biased logits."""
         tokens, values = zip(*self.biases, strict=True)
         added = [-torch.inf if value == MASKING_BIAS else value for value in values]
         index = torch.tensor(tokens, device=scores.device)

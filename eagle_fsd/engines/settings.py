@@ -38,7 +38,7 @@ def find_settings(config: Any) -> Settings | None:
 
     Either holds the path of an ``fsd.json`` file, of a folder with one, or its contents (in the
     environment: as JSON). Returns None without any. Raises ``OptionsError`` if they are invalid or
-    no engine can apply them.
+    no plugin can apply them.
     """
     given = config.get(CONFIG_KEY) if isinstance(config, Mapping) else None
     if given in (None, ""):
@@ -69,7 +69,7 @@ def rule_of(config: Any) -> AcceptanceRule | None:
 
 
 def check_supported(acceptance: AcceptanceConfig) -> None:
-    """Raise ``OptionsError`` if no engine can apply the settings."""
+    """Raise ``OptionsError`` if the plugins of vLLM and SGLang cannot apply the settings."""
     if acceptance.fallback != "exact" or acceptance.selection != "longest":
         raise OptionsError(
             "eagle_fsd supports fallback exact and selection longest in engines; got"
@@ -82,9 +82,9 @@ def check_supported(acceptance: AcceptanceConfig) -> None:
         )
     name = acceptance.rule.split()[0]
     if name in UNSUPPORTED:
-        raise OptionsError(f"rule {acceptance.rule!r} is not available in engines")
+        raise OptionsError(f"eagle_fsd has no rule {acceptance.rule!r} in engines")
     if name == "budget" and acceptance.max_fuzzy_nats is not None:
-        raise OptionsError("rule 'budget' takes no max_fuzzy_nats in engines")
+        raise OptionsError("eagle_fsd's rule 'budget' takes no max_fuzzy_nats in engines")
 
 
 def innermost(rule: AcceptanceRule) -> AcceptanceRule:

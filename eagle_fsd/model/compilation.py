@@ -70,13 +70,14 @@ def compiled(
 
     Shapes of its arguments are constants unless marked as dynamic, or until a call changes them. If
     compilation fails, a warning is logged and the function runs as it is. The version is for the
-    module that the function runs, see :func:`renew_compiled`. Without ``trace``, none is compiled.
+    module that the function runs, see :func:`renew_compiled`. Without ``trace``, nothing is
+    compiled: the result uses versions that exist, else the function.
     """
     versions = _versions.setdefault(module, (None, {}))[1]
     if function not in versions:
         if not trace:
             return function
-        # torch finds compiled versions by the code of a function.
+        # torch keeps compiled versions by the code of a function: a copy has its own.
         code, names = function.__code__.replace(), function.__globals__
         parts: Any = function.__name__, function.__defaults__, function.__closure__
         own = FunctionType(code, names, *parts)

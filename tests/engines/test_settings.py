@@ -40,7 +40,7 @@ def test_settings_come_from_the_configuration_or_the_environment(
 
 def test_settings_that_engines_cannot_apply_are_rejected(tmp_path: Path) -> None:
     for values, words in (
-        ({"rule": "mixture"}, "'mixture' is not available in engines"),
+        ({"rule": "mixture"}, "no rule 'mixture' in engines"),
         ({"rule": "budget", "max_fuzzy_nats": 1.0}, "takes no max_fuzzy_nats"),
         ({"threshold": 0.1, "selection": "target"}, "got exact and target"),
         ({"threshold": 0.1, "fallback": "stop"}, "got stop and longest"),

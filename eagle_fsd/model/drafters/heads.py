@@ -183,7 +183,8 @@ def decoder_layers(
         or rotary is None
         or not needed <= set(inspect.signature(layers[0].forward).parameters)
     ):
-        raise TypeError("they take no RoPE or no cache")
+        names = " and ".join(sorted(needed))
+        raise TypeError(f"{type(base).__name__} needs rotary_emb and layers that take {names}")
     if attention == "sdpa":
         base.config._attn_implementation = TREE_ATTENTION
     return layers, rotary, base.config
