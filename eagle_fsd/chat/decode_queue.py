@@ -277,7 +277,7 @@ class DecodeQueue:
         return len(self._present()) >= self.max_waiting + self.max_batch
 
     def _replaceable(self, client: str) -> Job[Any] | None:
-        """Return the waiting request to drop for a client that would still have fewer, if any."""
+        """Return the waiting request that one of ``client`` replaces, if any."""
         counts = Counter(item.client for item in self._present())
         newest = max(
             self._queued(), key=lambda item: (counts[item.client], item.submitted), default=None

@@ -361,7 +361,7 @@ class Batch:
             for key in idle[: len(idle) + 1 - MAX_IDLE_ENGINES]:  # the least recently used
                 self._options.pool.put(self._engines.pop(key))
             engine = self._options.engine_for(request)
-            if self._max_length is not None:
+            if self._max_length is not None and request.max_length <= self._max_length:
                 fitting = engine.fitting_rows(self._max_length)
                 if fitting:
                     engine.reserve(min(self.max_rows, fitting), self._max_length)

@@ -226,8 +226,6 @@ class Engine:
         self._tensors.keys[own] = upload([row.key for row in rows], device)
         for place, row in enumerate(rows, first):
             rule, state = row.request.decision.rule, row.rule_state
-            if not rule.state_size:
-                continue
             if state is None:
                 state = rule.start([upload(row.prompt, device)])[0]
             self._tensors.rule_state[place, : rule.state_size] = state[: rule.state_size]

@@ -376,7 +376,7 @@ def test_what_would_not_apply_is_refused(
     for values, words in (
         ({"threshold": 0.1}, "without the draft's distributions"),
         ({"rule": "budget"}, "a random number of its own"),
-        ({"rule": "mixture"}, "not available in engines"),
+        ({"rule": "mixture"}, "no rule 'mixture' in engines"),
     ):
         with pytest.raises(SystemExit, match=words):
             registered(engine, values, monkeypatch)

@@ -324,6 +324,18 @@ def test_long_rows_do_not_stay_where_they_limit_the_batch(monkeypatch: pytest.Mo
         assert answer.tokens == answer_alone(pair, prompt(10, number), 30)
 
 
+def test_a_request_may_be_longer_than_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = random_pair()
+    pair.generate(prompt(4), max_new_tokens=4)
+    row = Engine(pair.target, pair.drafter, pair.tree).row_bytes(60)
+    batch = pair.batch(8, max_length=60)
+    total = int(6.5 * row.total() / memory.USABLE_SHARE)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: total - batch.nbytes)
+    answer = batch.add(pair.request(prompt(4)[0], 90))
+    finish(batch)
+    assert answer.tokens == answer_alone(pair, prompt(4), 90)
+
+
 def test_idle_caches_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches of other trees are dropped while a request is being decoded."""
     pair = aligned_pair()
