@@ -77,7 +77,7 @@ def configuration(model: nn.Module | Drafter) -> str:
     """Hash what a model's output depends on besides its weights.
 
     That is its configuration, its end tokens, whether its depth adapts and, of a drafter, what it
-    reads and drafts. Versions of transformers, whose defaults are left out, are not compared.
+    reads and drafts. It leaves out the defaults of transformers, which depend on its version.
     """
     network = model.network if isinstance(model, Drafter) else model
     config = getattr(network, "config", None)

@@ -52,8 +52,7 @@ def host_memory() -> HostMemory:
 def trim_heap() -> None:
     """Return freed memory to the system, where the C library is glibc.
 
-    It keeps what lies between blocks that are in use: several GB after a few hundred training steps
-    whose tensors all have other sizes.
+    glibc keeps what lies between blocks that are in use, which is much where sizes vary.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
