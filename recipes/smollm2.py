@@ -27,7 +27,6 @@ import logging
 import lzma
 import os
 import random
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -41,7 +40,6 @@ import torch
 from eagle_fsd.bundled import BUNDLED, SMOLLM2_HEADS
 from eagle_fsd.cli.console import progress
 from eagle_fsd.cli.train import WritingProgress
-from eagle_fsd.evaluation.calibration import QUESTIONS_FILE, TESTS_FILE
 from eagle_fsd.model.config import SETTINGS_FILE
 from eagle_fsd.model.gguf import locate_model
 from eagle_fsd.model.loading import load_tokenizer
@@ -344,20 +342,12 @@ class Recipe:
             options["--answer-batch"] = 16
         if count is not None:
             options["--count"] = count
-        if command == "calibrate":
-            self._calibrate_regret(questions, options)
-            options["--select-regret"] = MAX_REGRET
-        run_command(command, questions, options, "--install")
-
-    def _calibrate_regret(self, questions: str | Path, options: Mapping[str, Any]) -> None:
-        """Calibrate by a measure that needs no references, whose answers are scored afterwards."""
-        scored = options["--out"]
-        folder = scored.with_name(scored.name.replace("calibrate", "regret"))
-        measure = {"--measure": "regret", "--max-regret": MAX_REGRET}
-        run_command("calibrate", questions, {**options, **measure, "--out": folder})
-        if not scored.exists():
-            fixed = shutil.ignore_patterns(QUESTIONS_FILE, TESTS_FILE)
-            shutil.copytree(folder, scored, ignore=fixed)
+        selected = {"--select-regret": MAX_REGRET} if command == "calibrate" else {}
+        run_command(command, questions, options | selected, "--install")
+        if command == "calibrate":  # once more, by a measure that needs no references
+            options |= {"--measure": "regret", "--max-regret": MAX_REGRET}
+            options["--out"] = self.work / f"regret-{name}"
+            run_command(command, questions, options)
 
     def _tuning_questions(self) -> Path:
         lines = []
