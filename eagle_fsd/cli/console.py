@@ -129,7 +129,7 @@ class ProgressBar:
 
         self._bar = rich_progress.Progress(
             *rich_progress.Progress.get_default_columns(),
-            rich_progress.TextColumn("{task.fields[note]}"),
+            rich_progress.TextColumn("{task.fields[note]}", markup=False),
             console=err,
             transient=True,
             speed_estimate_period=600.0,  # a single chat may take minutes

@@ -189,8 +189,8 @@ def _warm_up(model: EagleFSD, encoded: EncodedPrompt, config: GenerateConfig) ->
     from eagle_fsd.model.compilation import has_graphs
 
     pair, new = fresh_pair(model), config.max_new_tokens
-    if not (model.capture and has_graphs(model.target.device)):
-        new = min(MIN_STEPS, new)  # graphs are for caches of one length
+    if not (model.capture and model.target.one_device and has_graphs(model.target.device)):
+        new = min(MIN_STEPS, new)  # with graphs, longer caches would be captured again
     for method in ("fsd", "ar"):
         pair.generate(**encoded.arguments(config, max_new_tokens=new, method=method))
 

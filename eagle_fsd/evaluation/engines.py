@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle_fsd.bundled import BUNDLED_DRAFTERS, BUNDLED_TARGET
 from eagle_fsd.engines.settings import CONFIG_KEY, check_supported
 from eagle_fsd.evaluation.config import EngineName, EvaluationRequest
-from eagle_fsd.evaluation.methods import EAGLE_ACCEPTANCE, Method
+from eagle_fsd.evaluation.methods import EAGLE_ACCEPTANCE, Method, marker_token
 from eagle_fsd.model.acceptance import TargetRule, TopKRule
 from eagle_fsd.model.config import SETTINGS_FILE, AcceptanceConfig, TreeConfig
 from eagle_fsd.model.drafters.draft_model import DraftModel
@@ -180,7 +180,7 @@ def thinking_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """
     found = []
     for marker in THINKING:
-        token = tokenizer.encode(f"\n{marker}", add_special_tokens=False)[-1]
+        token = marker_token(tokenizer, marker)
         if str(tokenizer.decode([token])).strip() != marker:
             raise OptionsError(
                 f"TensorRT-LLM relaxes its acceptance between {' and '.join(THINKING)} only, and"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eagle_fsd.evaluation.config import METHOD_NAMES, GridConfig
 from eagle_fsd.model.acceptance import RULES, FuzzyRule, PhaseRule
@@ -27,6 +28,12 @@ RULE_ACCEPTANCE: dict[str, Any] = {
 }
 #: Acceptance settings of EAGLE-2.
 EAGLE_ACCEPTANCE = {**RULE_ACCEPTANCE, "max_fuzzy_nats": None, "exact_first": 0}
+
+
+def marker_token(tokenizer: PreTrainedTokenizerBase, marker: str) -> int:
+    """Return the last token of a marker at the beginning of a line."""
+    token: int = tokenizer.encode(f"\n{marker}", add_special_tokens=False)[-1]
+    return token
 
 
 @dataclass(frozen=True)
@@ -63,13 +70,9 @@ class Method:
         """Return the rule, restricted to the phase if there is one."""
         if self.rule is None or self.phase is None:
             return self.rule
-        encode = model.tokenizer.encode
-        begin, end = (
-            None if marker is None else encode(f"\n{marker}", add_special_tokens=False)[-1]
-            for marker in self.phase
-        )
-        assert end is not None
-        return PhaseRule(self.rule, begin, end)
+        begin, end = self.phase
+        encode = partial(marker_token, model.tokenizer)
+        return PhaseRule(self.rule, None if begin is None else encode(begin), encode(end))
 
     def decision_for(self, model: EagleFSD) -> Decision:
         """Return the acceptance options and the rule as a greedy :class:`Decision`."""

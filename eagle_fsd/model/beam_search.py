@@ -162,8 +162,9 @@ class Search:
         copies = []
         for beam in self.beams:
             if beam.row in taken:
-                copies.append((beam.row, free.pop()))
-                beam.row = copies[-1][1]
+                row = free.pop()
+                copies.append((beam.row, row))
+                beam.row = row
             taken.add(beam.row)
         return copies
 

@@ -184,7 +184,8 @@ def _eagle_layout(head: Eagle3Head, layers: dict[str, Any]) -> dict[str, Any]:
     reads = [index - 1 for index in head.reads]
     return {
         **layers,
-        # SpecForge takes ``norm_output: false`` for no norm before the output projection.
+        # Flags that are false are left out: before September 2026 (pull request 879), SpecForge
+        # took ``norm_output: false`` for no norm before the output projection.
         **{name: value for name, value in vars(head.flags).items() if value},
         "architectures": ["LlamaForCausalLMEagle3"],
         "eagle_config": {LAYER_IDS: reads, "use_aux_hidden_state": True},

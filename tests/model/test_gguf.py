@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import gguf_files
@@ -202,21 +203,28 @@ def test_smollm2_decodes_like_generate(smollm2: EagleFSD) -> None:
     if not path.exists():
         pytest.skip(f"needs {path}")
     questions = [json.loads(line)["turns"][0] for line in path.read_text().splitlines()[::4]]
-    chats = [[{"role": "user", "content": question}] for question in questions]
-    prompts = [
-        smollm2.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        for chat in chats
-    ]
-    text = " ".join(questions * 3)
-    prompts.append(smollm2.tokenizer(text).input_ids[:3000])
-    assert [len(prompts), len(prompts[-1])] == [21, 3000]
-    for ids in map(torch.tensor, prompts):
-        expected = greedy_reference(smollm2.model, ids[None], new=16)[0]
-        answer = smollm2.generate(ids[None], max_new_tokens=16).sequences[0]
-        if answer.equal(expected):
-            continue
-        first = int((answer != expected[: len(answer)]).nonzero()[0])
-        with torch.no_grad():
-            logits = smollm2.model(expected[None, :first]).logits[0, -1]
-        best = logits.topk(2).values
-        assert best[0] - best[1] < 1e-3
+    chats = [[{"role": "user", "content": question}] for question in sorted(questions, key=len)]
+    encode = partial(
+        smollm2.tokenizer.apply_chat_template,
+        add_generation_prompt=True,
+        padding=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    batches = [encode(chats[start : start + 5]) for start in range(0, 20, 5)]
+    batches.append(smollm2.tokenizer([" ".join(questions * 3)], return_tensors="pt"))
+    for batch in batches:
+        ids, mask = batch.input_ids[:, :3000], batch.attention_mask[:, :3000]
+        expected = greedy_reference(smollm2.model, ids, mask, new=16)
+        answers = smollm2.generate(
+            ids, attention_mask=mask, max_new_tokens=16, pad_token_id=0
+        ).sequences
+        for row in (answers != expected).any(1).nonzero()[:, 0].tolist():
+            first = int((answers[row] != expected[row]).nonzero()[0])
+            before = expected[row, int((mask[row] == 0).sum()) : first]
+            with torch.no_grad():
+                logits = smollm2.model(before[None]).logits[0, -1]
+            best = logits.topk(2).values
+            assert best[0] - best[1] < 1e-3
+    assert len(questions) == 20
+    assert ids.shape == (1, 3000)

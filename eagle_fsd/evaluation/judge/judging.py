@@ -95,7 +95,7 @@ def ask(
     progress: Callable[[int, int], None] | None = None,
     replies: Mapping[JudgePrompt, Reply] | None = None,
 ) -> list[Record]:
-    """Add the lines that a file lacks to it, and return the lines of all tasks.
+    """Ask the judge for what a file lacks, append it, and return the judgments of all tasks.
 
     A line of the file is discarded if another one would be written now, because the answer or the
     prompt has changed. Lines of other judgments are kept at the end. Prompts that ``replies``
