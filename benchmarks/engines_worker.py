@@ -61,8 +61,8 @@ def main() -> None:
 def measure(request: dict[str, Any]) -> list[dict[str, Any]]:
     """Decode in this process, and return a measurement for each number of concurrent requests.
 
-    The request has ``target``, ``prompts`` (token ids), ``max_tokens``, ``concurrency``, and
-    optionally ``speculative_config`` and ``settings``. Functions of vLLM remain wrapped.
+    ``request`` has ``target``, ``prompts`` (token ids), ``max_tokens``, the list ``concurrency``,
+    and optionally ``speculative_config`` and ``settings``. The timed functions remain wrapped.
     """
     from vllm import LLM, SamplingParams
     from vllm.v1.sample.rejection_sampler import RejectionSampler

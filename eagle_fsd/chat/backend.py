@@ -78,9 +78,9 @@ class LocalBackend:
         self.model, self.chat_template = model, chat_template
         self.limits, self.names = limits, names
         self.default_acceptance = default_acceptance(model, limits)
-        self.queue = DecodeQueue(model, limits)
-        self.reader, self.compiler = FairThread("read"), FairThread("compile")
         self.tokens = TokenDecoder(model.tokenizer)
+        self.queue = DecodeQueue(model, limits)  # starts a thread
+        self.reader, self.compiler = FairThread("read"), FairThread("compile")
 
     async def answer(
         self,

@@ -126,8 +126,8 @@ def select_tokens(
 ) -> Tensor:
     """Return the tokens ``[D]`` of a draft vocabulary, the most frequent first.
 
-    ``vocabulary`` is the number of most frequent tokens by the file beside the drafter, or a file
-    of ranked tokens, all of which are used.
+    ``vocabulary`` is a number of most frequent tokens, as ranked by :data:`RANKS_FILE` beside the
+    drafter, or a file of ranked tokens, all of which are used.
     """
     if not isinstance(vocabulary, int):
         return read_ranks(vocabulary, vocab_size)

@@ -69,7 +69,8 @@ def custom_generate(
         stopping_criteria: Built by Hugging Face from its generation configuration and the call;
             the only source of end tokens.
         generation_config: Hugging Face's generation configuration.
-        synced_gpus: Must be False: ranks take different numbers of passes.
+        synced_gpus: Must be False: ranks take different numbers of passes. That Hugging Face sets
+            it by itself, with ZeRO-3 or FSDP, is not detected.
         streamer: See :meth:`EagleFSD.generate`.
         threshold, divergence, min_ratio, fallback, selection, divergence_on, price, max_fuzzy_nats,
             exact_first, rule: Override these fields of :attr:`EagleFSD.acceptance`. ``rule`` may be
@@ -86,7 +87,7 @@ def custom_generate(
         ValueError: ``model`` is not this target, an option is invalid, the generation
             configuration requests beam search, another decoding method or
             ``return_dict_in_generate``, or there are further model inputs.
-        FloatingPointError, MemoryError: See :meth:`EagleFSD.generate`.
+        FloatingPointError, MemoryError, Exception: See :meth:`EagleFSD.generate`.
     """
     if unwrap_model(model) is not fsd.model:
         raise ValueError("custom_generate was called on a model other than its target")

@@ -122,7 +122,8 @@ class HeadLosses(nn.Module):
                     likely = most_likely_tokens(head.target, labels[rows])
                 else:
                     likely = logits.argmax(-1)
-                yield rows, logits.log_softmax(-1), likely
+                log_probs = logits.log_softmax(-1)
+            yield rows, log_probs, likely
 
     def _target_rows(self) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias of the target's output projection for the head's vocabulary."""

@@ -65,6 +65,8 @@ def test_right_answers_pass() -> None:
         "def check(candidate):\n    try:\n        candidate(1)\n    except ValueError as error:\n"
     )
     assert run(own, f"{expected}        assert str(error) == 'no'").passed
+    decode = "def f(x):\n    return b'\\xff'.decode('ascii')"
+    assert run(decode, f"{expected}        assert 'ordinal' in str(error)").passed
 
 
 FIND_SECRETS = """

@@ -20,6 +20,7 @@ class Body(Options):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, values: Any) -> Any:
+        """Limit the number of members, and drop those that are null, which means absent."""
         if not isinstance(values, dict):
             return values
         if len(values) > MAX_MEMBERS:  # describing all of them would take long

@@ -19,6 +19,7 @@ import resource
 import sys
 import types
 from ast import literal_eval
+from contextlib import suppress
 
 #: Maximum length of a reply, in characters.
 MAX_REPLY = 1 << 24
@@ -144,6 +145,13 @@ def receive(replies):
     return kind, content
 
 
+def make_error(kind, reason):
+    """Return an exception of a type, or of its first base that needs no more than a message."""
+    for base in kind.__mro__:
+        with suppress(TypeError):  # UnicodeDecodeError, for example, has five arguments
+            return base(reason)
+
+
 def run_tests(job, replies, requests):
     """Execute the tests of a job, ``(code, tests, name)``; raise exceptions of code and tests."""
     code, tests, name = job
@@ -156,7 +164,7 @@ def run_tests(job, replies, requests):
         error, reason = content
         known = getattr(builtins, error, None)
         if isinstance(known, type) and issubclass(known, Exception):
-            raise known(reason)  # tests may expect it
+            raise make_error(known, reason)  # tests may expect it
         raise AnswerError(f"{error}: {reason}")
 
     def candidate(*args, **kwargs):

@@ -126,9 +126,10 @@ class EagleHead(DraftHead):
         super().attach(target)
         weight = target.lm_head.weight
         version = None if weight.is_inference() else weight._version
-        if self._projection != (id(weight), version, weight.device):
+        projection = id(weight), version, weight.dtype, weight.device
+        if self._projection != projection:
             self.restrict_vocabulary(self.ranked_tokens)
-            self._projection = id(weight), version, weight.device
+            self._projection = projection
         return self
 
     def log_probs(self, hidden: Tensor) -> Tensor:
