@@ -146,15 +146,17 @@ class RequestParams(RequestOptions):
         prompts = [self.messages, self.prompt, self.prompt_token_ids]
         if not any(prompts):
             raise ValueError(
-                "prompt must be a non-empty string, or prompt_token_ids a non-empty list of token"
-                " ids"
+                "messages must be a non-empty list, prompt a non-empty string, or prompt_token_ids"
+                " a non-empty list of token ids"
             )
         if sum(item is not None for item in prompts) > 1:
             raise ValueError("messages, prompt and prompt_token_ids exclude each other")
         if self.lossless and self.fsd:
             raise ValueError("lossless and fsd exclude each other")
         if not {tool["function"]["name"] for tool in self.tools}.issuperset(self.required_tools):
-            raise ValueError("required_tools must be names of tools")
+            raise ValueError(f"required_tools must be names of tools; got {self.required_tools}")
+        if self.json_schema is not None and self.required_tools:
+            raise ValueError("json_schema and required_tools exclude each other")
         if self.constrained and (self.ignore_eos or self.min_tokens):
             name = "required_tools" if self.json_schema is None else "json_schema"
             raise ValueError(f"{name} excludes ignore_eos and min_tokens")

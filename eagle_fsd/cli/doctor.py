@@ -31,8 +31,9 @@ class DoctorConfig(Options):
 
     prompts: str | None = Field(
         None,
-        description="Question set or file to decode, as for evaluate; default: the chats of --data,"
-        " bundled problems with the bundled target, otherwise a few general questions.",
+        description="Question set or file, as for evaluate; system prompts and earlier messages are"
+        " left out. Default: the chats of --data, bundled problems with the bundled target,"
+        " otherwise a few general questions.",
     )
     data: ExistingFile | None = Field(
         None,
@@ -80,7 +81,7 @@ def doctor(
 
 
 def _questions(config: DoctorConfig, chats: ChatFile | None, bundled: bool) -> list[str]:
-    """Return the questions to decode."""
+    """Return the questions to decode, without system prompts and earlier messages."""
     from eagle_fsd.evaluation.doctor.diagnosis import GENERAL_QUESTIONS
     from eagle_fsd.evaluation.questions.sets import find_questions
 

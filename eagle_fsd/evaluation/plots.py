@@ -80,11 +80,11 @@ def _series(point: Point) -> str:
 
 
 def _lines(found: Sequence[Point]) -> dict[str, list[Point]]:
-    """Return the methods that are FSD by line, with increasing thresholds."""
+    """Group the FSD methods by line, each in the order of increasing thresholds."""
     lines: dict[str, list[Point]] = {}
     for point in found:
-        if _series(point) and not point.is_reference:
-            lines.setdefault(_series(point), []).append(point)
+        if (label := _series(point)) and not point.is_reference:
+            lines.setdefault(label, []).append(point)
     return {
         label: sorted(members, key=lambda point: point.row["settings"]["threshold"])
         for label, members in lines.items()

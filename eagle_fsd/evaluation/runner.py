@@ -151,12 +151,10 @@ class Evaluation(ABC):
     def inputs(self) -> dict[str, Any]:
         """Return everything that all answers depend on, as JSON values.
 
-        The grader, what counts as lost, and where servers are do not change answers. Nor does the
-        count, but it is included: a bound does not hold for a run that is enlarged after its
-        results were seen.
+        The grader and where servers are do not change answers. Nor does the count, but it is
+        included: a bound does not hold for a run that is enlarged after its results were seen.
         """
-        unused = {"grader", "servers", *MeasureConfig.model_fields}
-        return {key: value for key, value in self.about.items() if key not in unused}
+        return {key: self.about[key] for key in self.about.keys() - {"grader", "servers"}}
 
     @abstractmethod
     def answerer(self, **shared: Any) -> Answerer[Any]:

@@ -230,7 +230,7 @@ def _tango_statistic(
 
 def _tango_limit(lost: int, gained: int, count: int, z: float) -> float:
     """Return the loss at which the score statistic of an outcome is ``-z``."""
-    low, high = max(-1.0, (lost - gained) / count), 1.0
+    low, high = (lost - gained) / count, 1.0
     for _ in range(60):
         middle = (low + high) / 2
         if _tango_statistic(lost, gained, count, middle) < -z:

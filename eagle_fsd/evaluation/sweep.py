@@ -32,7 +32,6 @@ from eagle_fsd.evaluation.runner import (
     run_evaluation,
 )
 from eagle_fsd.evaluation.search.search import (
-    SPEED_FIELDS,
     TREES_FILE,
     TreePlan,
     measure_speeds,
@@ -105,7 +104,7 @@ def sweep(
         if answer_batch is not None:
             _, speeds = measure_speeds(workload, [plan.exact], list(kept.values()), progress)
             for row in report["rows"]:
-                row |= dict.fromkeys(SPEED_FIELDS) | speeds[row["method"]]
+                row |= speeds[row["method"]]
             batches = {"batch": config.batch, "answer_batch": answer_batch}
             report["about"] = {**report["about"], **batches}
         report["conclusions"] = conclusions(report)

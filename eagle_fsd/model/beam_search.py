@@ -201,7 +201,7 @@ class BeamEngine(Engine):
     def advance(
         self, tree: DraftTree, features: Tensor, searches: Sequence[Search]
     ) -> list[Search]:
-        """Commit what the searches added to ``tree``, and return the unfinished ones."""
+        """Commit the tokens that the searches took along ``tree``; return the unfinished ones."""
         self.clock.enter("cache")
         live = [search for search in searches if not search.done]
         if not live:

@@ -278,7 +278,7 @@ def fill_head(path: str | Path, head: Head, target: Target, weights: Mapping[str
         head.attach(target)
     except ValueError as error:
         raise ValueError(f"{path}: {error}; pass its own target (--target)") from error
-    _check(path, head.state_dict(), weights)
+    _check_tensors(path, head.state_dict(), weights)
     head.load_state_dict(weights)
     if embedding is not None:
         own = whole(target.embed.weight)
@@ -318,7 +318,9 @@ def write_head(
                 (path / other).unlink(missing_ok=True)
 
 
-def _check(path: str | Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+def _check_tensors(
+    path: str | Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]
+) -> None:
     """Raise CheckpointError unless names and shapes of the tensors are the expected ones."""
     problems = [f"missing {name}" for name in sorted(expected.keys() - found.keys())]
     problems += [f"unexpected {name}" for name in sorted(found.keys() - expected.keys())]

@@ -473,7 +473,10 @@ class Settings(AcceptanceConfig, TreeConfig):
 
 
 def read_settings(path: str | Path) -> Settings:
-    """Read an ``fsd.json`` file; raise ``ValueError`` for one with unknown or invalid options."""
+    """Read an ``fsd.json`` file.
+
+    Raises ValueError if it is not a JSON object, or has unknown or invalid options.
+    """
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(values, dict):

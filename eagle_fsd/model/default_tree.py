@@ -72,16 +72,16 @@ def choose_tree(
 ) -> TreeConfig:
     """Return the tree that is expected to emit the most tokens per second.
 
-    ``target`` are the seconds of a step without drafting by the number of nodes, ``level`` those of
-    a level by its width, and ``draft`` what drafting takes besides, by the same width.
+    ``target`` maps the number of nodes to the seconds of a step without drafting, ``level`` the
+    width to those of a level, and ``draft`` the width to those of the rest of drafting.
     """
     best, speed = TreeConfig.for_device("cpu"), 0.0
     for nodes, depth, width in itertools.product(target, DEPTHS, level):
         seconds = target[nodes] + draft[width] + depth * level[width]
-        # A step emits a token of the target, and every node with its probability.
-        found = (1.0 + sum(_path_shares(depth, width)[: nodes - 1])) / seconds
-        if found > speed:
-            best, speed = TreeConfig(total_tokens=nodes, depth=depth, top_k=width), found
+        # A step emits a token of the target, and each node with the probability that it is kept.
+        rate = (1.0 + sum(_path_shares(depth, width)[: nodes - 1])) / seconds
+        if rate > speed:
+            best, speed = TreeConfig(total_tokens=nodes, depth=depth, top_k=width), rate
     return best
 
 

@@ -141,10 +141,8 @@ class Decision:
         if fault == TARGET_FAULT:
             return BROKEN_LOGITS
         item = (*self.processors, *(self.warpers or ()))[fault - TARGET_FAULT - 1]
-        return (
-            f"no token can be chosen: {name_of(item)} returned NaN or infinite scores, or -inf for"
-            " every token"
-        )
+        name = name_of(item)
+        return f"no token can be chosen: {name} returned NaN or +inf scores, or -inf for all tokens"
 
     @property
     def on_device(self) -> bool:

@@ -146,6 +146,7 @@ class TreeBuilder:
         scores, tokens = self.scores[-1], self.tokens[-1]
         if len(self.chosen) == 1:
             self.chosen_scores = scores
+            # All children of the root are expanded, in their order: 0 to K - 1.
             self.chosen.append(self._draft_rows[: self.width].expand_as(tokens))
             return tokens, torch.zeros_like(tokens)
         if self.width == 1:  # a chain leaves no choice

@@ -55,6 +55,11 @@ INVALID: tuple[tuple[dict[str, Any], str], ...] = (
     ({"echo": True}, "echo requires a raw prompt; got a chat"),
     ({"fsd": []}, r"fsd must be an object; got \[\]"),
     ({"tools": [{}]}, "tools must be functions with a name and an object of parameters"),
+    ({"required_tools": ["f"]}, r"required_tools must be names of tools; got \['f'\]"),
+    (
+        {"json_schema": {}, "tools": [{"function": {"name": "f"}}], "required_tools": ["f"]},
+        "json_schema and required_tools exclude each other",
+    ),
     ({"json_schema": {"type": "objekt"}}, "response_format: Invalid type: objekt"),
     ({"fsd": {"threshold": 0.9}}, "fsd: threshold must be at most 0.5 on this server; got 0.9"),
     ({"fsd": {"threshold": -1}}, "fsd: threshold must be a number of at least 0; got -1"),

@@ -171,8 +171,8 @@ def judge(
 ) -> list[Record]:
     """Rate the first two turns of all answers, or compare them with those of a reference.
 
-    ``records`` include the reference's. Returns the lines, see :func:`ask`; in those of
-    comparisons, ``model_1`` is the method.
+    Of several samples, the first is judged. ``records`` include the reference's. Returns the lines,
+    see :func:`ask`; in those of comparisons, ``model_1`` is the method.
     """
     prompts, name = JudgePrompts.load(questions), endpoint.model
     tasks: list[JudgeTask] = []

