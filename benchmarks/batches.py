@@ -112,14 +112,14 @@ def _save(
 
 
 def answer(way: Contender, warm_up: Sequence[Any], prompts: Sequence[Any], new_tokens: int) -> Run:
-    """Answer all prompts, as many at once as there are untimed ones before them."""
+    """Answer ``warm_up``, untimed, then the prompts, in a batch of ``len(warm_up)`` rows."""
     before, requests = (
         [way.model.request(ids, new_tokens, **way.options()) for ids in part]
         for part in (warm_up, prompts)
     )
     longest = max(request.max_length for request in (*before, *requests))
     batch = way.model.batch(len(warm_up), longest, len(warm_up))
-    for part in (before, requests):  # what follows is about the second
+    for part in (before, requests):  # answers and seconds of the last part are kept
         synchronize()
         begin = time.perf_counter()
         answers = [batch.add(request) for request in part]

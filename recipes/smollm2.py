@@ -323,7 +323,10 @@ class Recipe:
         train_and_save(request, config, out, torch.bfloat16)
 
     def select_settings(self, command: str, name: str) -> None:
-        """Run ``eagle-fsd tune`` or ``calibrate`` on the questions that are not trained on."""
+        """Tune or calibrate a head, with settings selected on questions that are not trained on.
+
+        IFEval's prompts certify the calibration. A second one counts regret, and is not installed.
+        """
         tuning = self._tuning_questions()
         questions: str | Path
         file, tokens = SHARED / IFEVAL, min(256, self.scale.max_new_tokens)

@@ -258,7 +258,7 @@ def _print_best(
                     for text, score in zip(texts, found.scores.tolist(), strict=True)
                 ],
                 "stats": found.stats.as_dict(),
-                "tree": model.exact_tree.model_dump(),
+                "tree": {} if method == "ar" else model.exact_tree.model_dump(),
             }
         )
         return

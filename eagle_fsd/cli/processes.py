@@ -73,8 +73,7 @@ def joined_evaluation(
                 path = Path(copied, name)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
-            no_judge = {"judge_base_url": None, "judge_mode": "single"}
-            request = request.model_copy(update={"out": Path(copied), **no_judge})
+            request = request.without_judge().model_copy(update={"out": Path(copied)})
         yield request, is_first
 
 

@@ -188,7 +188,7 @@ class TrainingProgress:
         self.bar.__exit__(*details)
 
     def __call__(self, metrics: Mapping[str, Any]) -> None:
-        """Show the metrics of a step or of a validation."""
+        """Show the start of the training, or the metrics of a step or of a validation."""
         step, steps = metrics["step"], metrics["steps"]
         if metrics["kind"] == "start":
             done = f", from step {step}" if step else ""

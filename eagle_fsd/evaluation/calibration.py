@@ -154,14 +154,12 @@ class Task:
         """Answer the first questions with methods; in a subfolder, without judge."""
         request, config = self.selecting if selects else (self.request, self.config)
         # Answers are decoded without compilation; only speeds are measured with it.
-        unused: dict[str, Any] = {"compile": False}
-        if folder:
-            unused["judge_base_url"] = None
+        request = request.model_copy(update={"compile": False})
         return run_evaluation(
             self.model,
             questions,
             methods,
-            request.model_copy(update=unused),
+            request.without_judge() if folder else request,
             config=config.updated(batch=config.answer_batch),
             folder=self.folder / folder,
             hooks=Hooks(self.progress, on_report=on_report),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
+from typing_extensions import Self
 
 from eagle_fsd.model.config import (
     AcceptanceConfig,
@@ -106,9 +107,17 @@ class EvaluationRequest(PairOptions):
             raise ValueError("--assistant requires --baseline hf")
         if self.unsafe and not self.execute_code:
             raise ValueError("--unsafe requires --execute-code")
-        if self.judge_mode == "pair" and not self.judge_base_url:
-            raise ValueError("--judge-mode pair requires --judge-base-url")
+        names = {"judge_model", "judge_mode", "judge_parallel"}
+        given = self.model_dump(include=names, exclude_defaults=True)
+        if given and not self.judge_base_url:
+            raise ValueError(f"--{min(given).replace('_', '-')} requires --judge-base-url")
         return self
+
+    def without_judge(self) -> Self:
+        """Return a copy whose answers are not judged."""
+        fields = type(self).model_fields.items()
+        judge = {name: field.default for name, field in fields if name.startswith("judge_")}
+        return self.model_copy(update=judge)
 
     def output_folder(self, command: str) -> Path:
         """Return the folder for results."""

@@ -85,7 +85,7 @@ def default_grader(answer: str) -> Grader:
 
 
 def find_grader(name: str) -> Grader:
-    """Return a grader by a name in :data:`GRADERS`, or as for :func:`load_function`."""
+    """Return one of :data:`GRADERS` by name, or one that calls a function."""
     for kind in GRADERS:
         if name == kind:
             return Grader(kind)

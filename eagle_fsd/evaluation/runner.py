@@ -161,7 +161,7 @@ class Evaluation(ABC):
         """Create the answerer; ``shared`` are the arguments that all answerers take."""
 
     def open(self) -> None:
-        """Read the answers of an earlier run."""
+        """Open the store of each method, with the answers of an earlier run."""
         inputs = self.inputs()
         questions = {
             question.question_id: json_digest([*question.context, *question.turns])

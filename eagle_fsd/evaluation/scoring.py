@@ -171,7 +171,7 @@ def _strip_symbols(number: str) -> str:
 def number_value(text: str) -> Fraction:
     """Return the value of a decimal number or a fraction, possibly mixed, or raise ValueError.
 
-    Separators, currency and a percent sign are ignored.
+    Currency, a percent sign, and commas that separate thousands in a decimal number are ignored.
     """
     plain = _strip_symbols(text)
     if not (_NUMBER.fullmatch(plain) or _FLOAT.fullmatch(plain)):

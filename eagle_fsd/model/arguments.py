@@ -51,7 +51,10 @@ class CallOptions(Options):
 def override(
     default: Config, name: str, given: Config | Mapping[str, Any] | None, **fields: Any
 ) -> Config:
-    """Return ``given``, or ``default`` with the fields that are not None changed."""
+    """Return ``given``, or ``default`` with the fields that are not None changed.
+
+    Fields that a dictionary lacks are the class's defaults.
+    """
     if given is None:
         return default.updated(**fields)
     kind, names = type(default), [field for field, value in fields.items() if value is not None]

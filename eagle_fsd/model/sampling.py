@@ -312,7 +312,7 @@ def check_warpers(
 
 
 def _as_warp(warpers: Sequence[LogitsProcessor]) -> Warp | None:
-    """Return the ``Warp`` that equals warpers of Hugging Face, None if there is none."""
+    """Return the ``Warp`` that is equivalent to warpers of Hugging Face, None if there is none."""
     found: dict[str, Any] = {}
     for item in warpers:
         if type(item) is hf.LogitNormalization:

@@ -136,7 +136,7 @@ def draft_and_score(
 def verify_and_commit(
     state: StepState, tree: DraftTree, scored: TargetPass, enter: EnterPhase = ignore_phase
 ) -> StepOutput:
-    """Keep a path of every row's tree; rows with equal decisions are verified together."""
+    """Verify the trees, rows with equal decisions together, and commit the paths that are kept."""
     random = RandomNumbers(state.keys, state.lengths)
     results, faults, details = [], [], []
     for group in state.groups:

@@ -170,6 +170,7 @@ def test_command_prints_the_best_hypothesis(run: Callable[..., tuple[int, str, s
     assert out.strip() == first["text"].strip()
     assert first["score"] >= second["score"]
     assert record["stats"]["tau"] == 1.0
+    assert record["tree"] == {}
 
 
 def test_command_rejects_options_that_would_be_ignored(

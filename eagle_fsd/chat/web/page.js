@@ -601,6 +601,7 @@ const showThreshold = () => {
     }
     if (flipped) texts.push(quoted(token.text));
   });
+  newest.bars.classList.toggle("fsd-with-line", decoded !== undefined);
   newest.bars.style.setProperty("--fsd-t", comparable ? threshold : decoded ?? 0);
   const count = texts.length === 1 ? "1 token may flip:" : `${texts.length} tokens may flip:`;
   const some = texts.slice(0, 12).join(" ") + (texts.length > 12 ? " …" : "");

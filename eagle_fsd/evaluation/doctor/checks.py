@@ -236,12 +236,15 @@ def check_speed(measured: Measurements) -> list[Finding]:
 
 
 def check_gate(measured: Measurements) -> list[Finding]:
-    """Report if FSD can hardly accept more than lossless decoding, at the pair's or a usual T."""
+    """Report if FSD can hardly accept more than lossless decoding.
+
+    The threshold is the pair's, or :data:`PROBED_THRESHOLD` if it has none.
+    """
     if measured.model.acceptance.rule != "fsd":
         return []
     threshold = measured.model.acceptance.threshold or PROBED_THRESHOLD
     message = describe_closed_gate(measured.divergences, threshold)
-    step = "train the drafter further; until then, decode losslessly (--threshold 0)"
+    step = "train the drafter further, or raise the threshold; until then, --threshold 0 is faster"
     return [] if message is None else [Finding("gate", "note", message, step)]
 
 

@@ -17,7 +17,8 @@ Between recorded numbers of nodes, tau is interpolated on their logarithm.
 A step over ``N`` nodes, drafted in ``D`` levels of ``K`` nodes, takes ``nodes(N) + draft(K) +
 D * level(K)`` seconds: the target's pass with the rest of the step, and the drafter's passes. The
 first term is measured for several ``N`` and interpolated, the others for every ``K`` with two
-depths. The trees of all measured steps are full. The n-gram drafters propose nothing in many steps,
+depths. The trees of all measured steps are full, except with draft models whose depth adapts, whose
+costs are those of the trees that they draft. The n-gram drafters propose nothing in many steps,
 which then cost as much as plain decoding, whatever ``N`` is, so :class:`FullTrees` takes their
 place, and the predicted speed is for steps that always have something to verify.
 """
@@ -293,7 +294,7 @@ def measure_costs(workload: Workload, progress: Progress, rounds: int | None = N
 
 
 def step_seconds(workload: Workload, method: Method, first: int) -> float:
-    """Return the median seconds of steps with full trees, for prompts from index ``first`` on.
+    """Return the median seconds of steps, for prompts from index ``first`` on.
 
     :class:`FullTrees` replaces drafters on the host, which may propose fewer nodes than the tree
     has. One-time costs are left out: the first step and, on CUDA, the first steps with any shapes.

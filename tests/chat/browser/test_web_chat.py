@@ -243,6 +243,30 @@ def test_strip_shows_the_tokens_that_would_flip(page: PageObject) -> None:
     assert page.find_all(".fsd-flip") == []
 
 
+def test_strip_has_no_line_if_another_rule_decodes(page: PageObject) -> None:
+    """The settings that the page fetches name the rule."""
+    source = """
+        const original = window.fetch;
+        window.fetch = async (url, ...rest) => {
+            const reply = await original(url, ...rest);
+            if (!String(url).endsWith("page.json")) return reply;
+            return Response.json({...(await reply.json()), rule: "margin", label: "margin 0.8"});
+        };
+    """
+    command = "Page.addScriptToEvaluateOnNewDocument"
+    script = page.driver.execute_cdp_cmd(command, {"source": source})
+    page.backend.fixed = [Token(1, "one", "exact", 0.01), Token(2, " two", "fuzzy", 0.15)]
+    try:
+        page.open()
+        page.ask()
+        page.wait_until(lambda: len(page.find_all(".fsd-bar")) == 2)
+    finally:
+        page.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
+    content = "return getComputedStyle(document.querySelector('.fsd-bars'), '::after').content"
+    assert page.execute(content) == "none"
+    assert page.find(".fsd-flips").text == ""
+
+
 def test_strip_of_a_long_answer_scrolls(page: PageObject) -> None:
     page.backend.fixed = [Token(number, " word", "fuzzy", 0.01) for number in range(300)]
     page.open(NARROW)
