@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,13 +19,15 @@ PAGE = ROOT / "docs" / "smollm2.md"
 #: Options that replace those of the page's commands, or are added to them.
 SHORT = {
     "generate": "--max-new-tokens 8",
-    "train synthesize": "--count 2 --batch-size 8 --max-new-tokens 160",
+    "train synthesize": (
+        "--count 2 --batch-size 4 --max-new-tokens 80 --prefix 'What is the capital of'"
+    ),
     "train": "--max-steps 2",
     "doctor": "--count 1 --max-new-tokens 4",
     "tune": "--count 1 --max-new-tokens 4",
     "evaluate spec-bench": "--count 1 --max-new-tokens 4",
     "evaluate ifeval": "--count 2 --max-new-tokens 8",
-    "calibrate": "--count 4 --max-new-tokens 8 --select-on few.jsonl --max-drop 100 --no-rules",
+    "calibrate": "--count 4 --max-new-tokens 4 --select-on few.jsonl --max-drop 100 --no-rules",
     "sweep": "--count 1 --max-new-tokens 4 --thresholds 0 0.4 --no-rules",
 }
 
@@ -32,7 +35,7 @@ SHORT = {
 def shortened(words: Sequence[str]) -> list[str]:
     """Return the arguments of a command with its options in :data:`SHORT`."""
     names = [name for name in SHORT if list(words[: len(name.split())]) == name.split()]
-    found, options = list(words), SHORT[max(names, key=len)].split()
+    found, options = list(words), shlex.split(SHORT[max(names, key=len)])
     for option in options:
         if option.startswith("--") and option in found:
             start = found.index(option)
@@ -68,7 +71,7 @@ def test_commands_run(
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{LM_EVAL}")
     monkeypatch.syspath_prepend(str(LM_EVAL))
     monkeypatch.chdir(tmp_path)
-    questions = [{"question_id": n, "category": "c", "turns": [f"Say {n}."]} for n in range(4)]
+    questions = [{"question_id": n, "category": "c", "turns": [f"Say {n}."]} for n in range(3)]
     (tmp_path / "few.jsonl").write_text("\n".join(map(json.dumps, questions)))
     *commands, server = command_lines(PAGE)
     for words in commands:

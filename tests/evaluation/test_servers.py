@@ -148,7 +148,8 @@ def test_invalid_comparisons_are_rejected(run: Run, tmp_path: Path) -> None:
         ((*certified, "--temperature", "1", "--min-p", "0.1"), "--min-p is not supported"),
         (("--max-drop", "2"), "--max-drop requires --server"),
         (("--server", url, "--server", other, "--max-drop", "2"), "--max-drop requires --certify"),
-        (("--judge-mode", "pair"), "--judge-mode pair requires --judge-base-url"),
+        (("--judge-mode", "pair"), "--judge-mode requires --judge-base-url"),
+        (("--judge-model", "a"), "--judge-model requires --judge-base-url"),
         (("--server", url, "--server", other, "--server-model", "x"), "lists stub; got"),
     ):
         status, _, errors = run("evaluate", "--out", tmp_path / "out", *options)
