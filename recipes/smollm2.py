@@ -157,7 +157,7 @@ class Scale:
     questions: int = 26
     timed: int = 26
     prompts: int | None = None
-    curve: tuple[int, ...] = (100_000, 300_000, 1_000_000)
+    curve: tuple[int, ...] = (100_000, 300_000, 800_000)
 
 
 TINY = Scale(
