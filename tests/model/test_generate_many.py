@@ -416,7 +416,7 @@ def test_processor_that_leaves_no_token_fails_its_answer_only(
         Prompt(prompt(4, number)[0], **(options if number == 1 else {})) for number in range(4)
     ]
     found = []
-    message = "no token can be chosen: Break returned NaN or infinite scores, or -inf for every"
+    message = r"no token can be chosen: Break returned NaN or \+inf scores, or -inf for all tokens"
     with raises_one_line(message, FloatingPointError) as error:
         found.extend(pair.generate_many(items, 20, max_batch=2))  # extend keeps what came before
     assert f"prompt 1 failed: {error.value}" in caplog.text
