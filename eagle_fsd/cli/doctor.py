@@ -31,8 +31,8 @@ class DoctorConfig(Options):
 
     prompts: str | None = Field(
         None,
-        description="Question set or file, as for evaluate; system prompts and earlier messages are"
-        " left out. Default: the chats of --data, bundled problems with the bundled target,"
+        description="Question set or file, as for evaluate, but without system prompts and earlier"
+        " messages; default: the chats of --data, bundled problems with the bundled target,"
         " otherwise a few general questions.",
     )
     data: ExistingFile | None = Field(
